@@ -1,0 +1,184 @@
+"""Renders a model's chat template and turns the result into ids in which user text never becomes a control token.
+
+The template is the model author's code, so it runs in Jinja's immutable sandbox and its output is bounded. The
+strings a user supplies are marked before rendering: a noncharacter is put inside everything in them that could
+complete a special token, also together with the template's own text. Special tokens are then parsed only where no
+mark interrupts them, and the marks are dropped. Harmless content carries no marks and gives exactly the ids of the
+reference implementation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import NoReturn, TypeAlias
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+
+from modelfiles.errors import ModelFileError
+from modelfiles.tokenizer import Tokenizer
+
+MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
+"""Unicode noncharacters, reserved for internal use; the first one absent from the input is the mark."""
+
+MAX_EXPANSION_CHARS = 1 << 20
+MAX_RENDER_S = 5.0
+
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+
+
+class TemplateError(ValueError):
+    """The template refused this conversation, or could not render it. The message may be shown to the caller."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatMessage:
+    """One turn. `role` must be on the caller's whitelist: it reaches the template as it is."""
+
+    role: str
+    content: str
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenderedChat:
+    text: str
+    token_ids: tuple[int, ...]
+
+
+class ChatTemplate:
+    """A compiled chat template. Safe to call from several threads."""
+
+    def __init__(self, source: str, path: str, *, bos_text: str = "", eos_text: str = "") -> None:
+        self.source = source
+        self.digest = hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest()
+        self._variables = {"bos_token": bos_text, "eos_token": eos_text}
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ModelFileError(
+                path, f"chat template does not parse (line {error.lineno}: {error.message})", "mend the template"
+            ) from None
+
+    def encode(
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Json] | None = None,
+        add_special_tokens: bool = False,
+    ) -> RenderedChat:
+        """Renders and tokenises. Raises `TemplateError` for what the template refuses."""
+        guard = _Guard(tokenizer.added_texts, [message.content for message in messages], variables or {})
+        turns: list[Json] = []
+        for message in messages:
+            turn: dict[str, Json] = {"role": message.role, "content": guard.text(message.content)}
+            if message.name is not None:
+                turn["name"] = guard.text(message.name)
+            turns.append(turn)
+        values: dict[str, object] = {key: guard.value(value) for key, value in (variables or {}).items()}
+        values |= self._variables | {"messages": turns, "add_generation_prompt": add_generation_prompt}
+        marked = self._render(values, limit=MAX_EXPANSION_CHARS + 4 * guard.num_chars)
+        if continue_final_message:
+            marked = _cut_after_last(marked, guard.text(messages[-1].content).strip())
+        token_ids = tokenizer.encode_marked(marked, guard.mark)
+        if add_special_tokens:
+            token_ids = tokenizer.encode("", parse_special=True, add_special_tokens=True) + token_ids
+        return RenderedChat(text=marked.replace(guard.mark, ""), token_ids=tuple(token_ids))
+
+    def _render(self, values: Mapping[str, object], limit: int) -> str:
+        pieces: list[str] = []
+        num_chars = 0
+        deadline = time.monotonic() + MAX_RENDER_S
+        try:
+            for piece in self._template.generate(values):
+                pieces.append(piece)
+                num_chars += len(piece)
+                if num_chars > limit or time.monotonic() > deadline:
+                    raise TemplateError("the chat template's output is too large for this conversation")
+        except jinja2.TemplateError as error:
+            raise TemplateError(f"the chat template refused the conversation: {error}"[:500]) from None
+        except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
+            if isinstance(error, TemplateError):
+                raise
+            raise TemplateError("the chat template cannot render this conversation") from None
+        return "".join(pieces)
+
+
+class _Guard:
+    """Marks everything in user text that could be read as (a part of) an added token once rendered."""
+
+    def __init__(self, added_texts: Sequence[str], contents: Sequence[str], variables: Mapping[str, Json]) -> None:
+        whole_input = "".join(contents) + json.dumps(variables, ensure_ascii=False)
+        self.num_chars = len(whole_input)
+        self.mark = next((mark for mark in MARKS if mark not in whole_input), "")
+        if not self.mark:
+            raise TemplateError("the conversation holds every Unicode noncharacter; remove some of them")
+        self._texts = sorted({text.casefold() for text in added_texts if text}, key=len, reverse=True)
+        # Case is ignored because a template may change it after the marking.
+        inside = "|".join(re.escape(text) for text in self._texts)
+        self._inside = re.compile(f"(?={inside})", re.IGNORECASE) if inside else None
+        self._prefixes = {text[:size] for text in self._texts for size in range(1, len(text))}
+        self._suffixes = {text[-size:] for text in self._texts for size in range(1, len(text))}
+        self._longest = max((len(text) for text in self._texts), default=0)
+
+    def text(self, value: str) -> str:
+        if self._inside is None or not value:
+            return value
+        starts = [match.start() for match in self._inside.finditer(value)]
+        pieces: list[str] = []
+        position = 0
+        for start in starts:
+            pieces.append(value[position : start + 1])
+            position = start + 1
+        marked = self.mark.join([*pieces, value[position:]])
+        folded = value.casefold()
+        is_within = any(folded in text for text in self._texts)
+        if is_within or any(folded[:size] in self._suffixes for size in range(1, self._longest)):
+            marked = self.mark + marked
+        if is_within or any(folded[-size:] in self._prefixes for size in range(1, self._longest)):
+            marked += self.mark
+        return marked
+
+    def value(self, value: Json) -> Json:
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, list):
+            return [self.value(one) for one in value]
+        if isinstance(value, dict):
+            return {self.text(key): self.value(one) for key, one in value.items()}
+        return value
+
+
+def _cut_after_last(text: str, final: str) -> str:
+    position = text.rfind(final)
+    if not final or position < 0:
+        raise TemplateError("the chat template does not keep the final message, so it cannot be continued")
+    return text[: position + len(final)]
+
+
+def _to_json(value: object, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)

@@ -1,0 +1,181 @@
+"""Text to token ids and back, over the Rust `tokenizers` library.
+
+Two encoders share one vocabulary. The *full* one finds special tokens in the text; the *plain* one has none, so
+whatever a user typed stays ordinary text. Decoding is by bytes: every token stands for a fixed byte string, and a text
+is the UTF-8 reading of the joined bytes (`errors="replace"`, as the Rust decoder does). That is what makes incremental
+detokenising exact: appending a token appends its bytes and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Literal
+
+import tokenizers
+
+from modelfiles.errors import ModelFileError
+
+REMEDY = "use a model with a byte-level BPE or byte-fallback tokenizer"
+
+Alphabet = Literal["byte_level", "byte_fallback"]
+
+
+class Tokenizer:
+    """One model's tokenizer. Immutable after construction; safe to call from several threads.
+
+    `num_tokens` is the number of ids the tokenizer knows; a model's (padded) vocabulary may be larger, and ids in the
+    padding decode to nothing.
+    """
+
+    def __init__(self, full: tokenizers.Tokenizer, path: str) -> None:
+        self.path = path
+        self._full = full
+        serialized = full.to_str()
+        self.digest = hashlib.sha256(serialized.encode("utf-8", "surrogatepass")).hexdigest()
+        parsed = json.loads(serialized)
+        self._added: dict[str, int] = {one["content"]: one["id"] for one in parsed["added_tokens"]}
+        self._special_ids = frozenset(one["id"] for one in parsed["added_tokens"] if one["special"])
+        self._alphabet = _alphabet(parsed["decoder"], path)
+        self._plain = _without_added_tokens(parsed)
+        self._added_pattern = _added_pattern(parsed["added_tokens"])
+        vocab = full.get_vocab(with_added_tokens=True)
+        self.num_tokens = max(vocab.values()) + 1
+        self._bytes = self._byte_table(vocab)
+
+    # --- encoding -------------------------------------------------------------------------------------------------
+
+    def encode(self, text: str, *, parse_special: bool, add_special_tokens: bool = False) -> list[int]:
+        """Ids of `text`. With `parse_special`, special-token text in it becomes control ids; without, never.
+
+        `add_special_tokens` adds what the model's files ask for around a text (a BOS, say); for many models nothing.
+        """
+        encoder = self._full if parse_special else self._plain
+        ids: list[int] = encoder.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def encode_marked(self, text: str, mark: str) -> list[int]:
+        """Like `encode(parse_special=True)`, but a special token interrupted by `mark` stays text; marks vanish.
+
+        Text between two special tokens is encoded as one piece, so ids equal those of the unmarked text wherever no
+        mark interrupts a special token.
+        """
+        if mark not in text:
+            return self.encode(text, parse_special=True)
+        ids: list[int] = []
+        position = 0
+        for match in self._added_pattern.finditer(text) if self._added else ():
+            ids += self._encode_piece(text[position : match.start()], mark)
+            token = match.lastgroup
+            assert token is not None
+            ids.append(int(token[1:]))
+            position = match.end()
+        ids += self._encode_piece(text[position:], mark)
+        return ids
+
+    def _encode_piece(self, piece: str, mark: str) -> list[int]:
+        piece = piece.replace(mark, "")
+        return self.encode(piece, parse_special=False) if piece else []
+
+    # --- special tokens -------------------------------------------------------------------------------------------
+
+    @property
+    def added_texts(self) -> tuple[str, ...]:
+        """Texts of all added tokens (special or not): what user content must never be parsed as."""
+        return tuple(self._added)
+
+    def added_id(self, text: str) -> int | None:
+        """The id of the added token written `text`, or None: a stop given as such a text is a stop id."""
+        return self._added.get(text)
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special_ids
+
+    # --- decoding -------------------------------------------------------------------------------------------------
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token adds to the text; b"" for ids in the vocabulary's padding."""
+        return self._bytes[token_id] if 0 <= token_id < self.num_tokens else b""
+
+    def token_text(self, token_id: int) -> str:
+        """Readable text of one token; an incomplete character shows as U+FFFD (the bytes are the truth)."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    @property
+    def strips_leading_space(self) -> bool:
+        """The first space of a decoded text belongs to the tokenizer, not to the text."""
+        return self._strips_leading_space
+
+    @cached_property
+    def _strips_leading_space(self) -> bool:
+        return self._alphabet == "byte_fallback"
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of `token_ids`. Ids outside the vocabulary add nothing."""
+        pieces = [self.token_bytes(one) for one in token_ids if not (skip_special_tokens and one in self._special_ids)]
+        text = b"".join(pieces).decode("utf-8", "replace")
+        return text[1:] if self.strips_leading_space and text.startswith(" ") else text
+
+    def _byte_table(self, vocab: dict[str, int]) -> tuple[bytes, ...]:
+        table = [b""] * self.num_tokens
+        to_bytes = _byte_level_bytes if self._alphabet == "byte_level" else _byte_fallback_bytes
+        for text, token_id in vocab.items():
+            table[token_id] = to_bytes(text)
+        for text, token_id in self._added.items():
+            table[token_id] = text.encode("utf-8")
+        return tuple(table)
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """The GPT-2 alphabet: printable bytes stand for themselves, the others for code points from 256 up."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(hidden)}
+
+
+_BYTE_OF = _byte_level_alphabet()
+
+
+def _byte_level_bytes(text: str) -> bytes:
+    try:
+        return bytes(_BYTE_OF[one] for one in text)
+    except KeyError:
+        return text.encode("utf-8")
+
+
+def _byte_fallback_bytes(text: str) -> bytes:
+    match = re.fullmatch(r"<0x([0-9A-F]{2})>", text)
+    return bytes([int(match[1], 16)]) if match else text.replace("\u2581", " ").encode("utf-8")
+
+
+def _alphabet(decoder: object, path: str) -> Alphabet:
+    kinds: list[str] = []
+    pending = [decoder]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, dict):
+            kinds.append(str(one.get("type")))
+            pending += one.get("decoders", [])
+    if "ByteLevel" in kinds:
+        return "byte_level"
+    if "ByteFallback" in kinds:
+        return "byte_fallback"
+    raise ModelFileError(path, "has a tokenizer whose decoder is not known here", REMEDY)
+
+
+def _without_added_tokens(parsed: dict[str, object]) -> tokenizers.Tokenizer:
+    """The same tokenizer minus its added tokens, which then are ordinary text to it."""
+    return tokenizers.Tokenizer.from_str(json.dumps({**parsed, "added_tokens": []}))
+
+
+def _added_pattern(added: list[dict[str, object]]) -> re.Pattern[str]:
+    """Matches the added tokens leftmost-longest, with the white space that a token's strip flags swallow."""
+    longest_first = sorted(added, key=lambda one: -len(str(one["content"])))
+    alternatives = []
+    for one in longest_first:
+        left, right = (r"\s*" if one[side] else "" for side in ("lstrip", "rstrip"))
+        alternatives.append(f"(?P<t{one['id']}>{left}{re.escape(str(one['content']))}{right})")
+    return re.compile("|".join(alternatives))
