@@ -1,0 +1,382 @@
+"""The one configuration of a cluster: one YAML file for every process, then ``BATON__A__B``, then ``--set a.b=c``.
+
+The only module that reads or writes the process environment. No ``None`` for "auto": say ``auto``. Facts learnt at start
+(block count, vocabulary) are not configuration.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from core.errors import ConfigError
+from core.handoff import DigestKind
+from core.types import Role
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+ENV_PREFIX = "BATON__"
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class Resources(_Section):
+    """What one replica asks of its launcher."""
+
+    num_cpus: float = Field(default=1, ge=0)
+    num_gpus: float = Field(default=0, ge=0)
+    custom: dict[str, float] = Field(default_factory=dict)
+
+
+class PoolConfig(_Section):
+    """One pool: all workers of one model and role."""
+
+    replicas: int = Field(default=1, ge=0, le=1024)
+    max_step_tokens: int = Field(default=2048, ge=16)
+    """Token budget of one step."""
+    max_sequences: int = Field(default=64, ge=1, le=4096)
+    max_queue: int = Field(default=256, ge=0)
+    """Requests that may wait in one worker."""
+    num_threads: int = Field(default=1, ge=1)
+    """CPU threads of one worker. One, pinned, is fastest on shared cores."""
+    resources: Resources = Resources()
+
+
+class KVConfig(_Section):
+    block_size: int = Field(default=16, ge=1, le=1024)
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    num_blocks: int | Literal["auto"] = "auto"
+    memory_bytes: int | Literal["auto"] = "auto"
+    """Size of the KV pool of one worker, when ``num_blocks`` is ``auto``. ``auto`` on CPU: 2 GiB, at most 1/8 of the memory."""
+
+    @field_validator("num_blocks")
+    @classmethod
+    def _some_blocks(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value < 2:
+            raise ValueError("must be 'auto' or at least 2")
+        return value
+
+
+class ModelConfigSection(_Section):
+    """One served model and its pools."""
+
+    name: str = Field(default=DEFAULT_MODEL, min_length=1, max_length=200)
+    path: str = DEFAULT_MODEL
+    """An alias, a local folder, a .gguf file, or a hub id."""
+    max_context: int | Literal["auto"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    invariant: bool = True
+    """Bitwise equal results under any batching (law 3)."""
+    kv: KVConfig = KVConfig()
+    pools: dict[Role, PoolConfig] = Field(default_factory=lambda: {Role.PREFILL: PoolConfig(), Role.DECODE: PoolConfig()})
+
+    @field_validator("pools")
+    @classmethod
+    def _some_pool(cls, pools: dict[Role, PoolConfig]) -> dict[Role, PoolConfig]:
+        if not pools:
+            raise ValueError("name at least one pool: 'unified', or 'prefill' and 'decode'")
+        if (Role.PREFILL in pools) != (Role.DECODE in pools):
+            missing = Role.DECODE if Role.PREFILL in pools else Role.PREFILL
+            raise ValueError(f"pool '{missing}' is missing: prefill and decode go together (or use a 'unified' pool)")
+        return pools
+
+
+class LimitsConfig(_Section):
+    max_body_bytes: int = Field(default=4_194_304, ge=1024)
+    request_timeout_s: float = Field(default=600, gt=0)
+    """Deadline of a request, all attempts together."""
+    max_attempts: int = Field(default=4, ge=1, le=100)
+    max_requests: int = Field(default=1024, ge=1)
+    """Requests one gateway process works on at once; more are refused."""
+    max_stop_strings: int = Field(default=4, ge=1)
+    max_stop_token_ids: int = Field(default=64, ge=1)
+    max_logprobs: int = Field(default=20, ge=0)
+    drain_s: float = Field(default=30, ge=0)
+
+
+class GatewayConfig(_Section):
+    listen: str = "127.0.0.1:8000"
+    keys_file: str | None = None
+    limits: LimitsConfig = LimitsConfig()
+
+    @field_validator("listen")
+    @classmethod
+    def _listen(cls, value: str) -> str:
+        return _check_listen(value)
+
+    @field_validator("keys_file")
+    @classmethod
+    def _no_keys_yet(cls, value: str | None) -> str | None:
+        if value is not None:
+            raise ValueError("API keys are not built yet; leave this null and listen on a loopback address")
+        return value
+
+
+class RouterConfig(_Section):
+    listen: str = "127.0.0.1:7000"
+    http_listen: str = "127.0.0.1:0"
+    """Probes and metrics of the router. Port 0 takes a free one."""
+    heartbeat_s: float = Field(default=0.5, gt=0)
+    heartbeat_timeout_s: float = Field(default=3, gt=0)
+    placement_wait_s: float = Field(default=60, gt=0)
+    """How long a request may wait for a worker that is not there now."""
+    max_waiting: int = Field(default=1024, ge=0)
+    mode: Literal["auto", "split", "local"] = "auto"
+    """``auto``: split where a prefill pool exists. ``local`` forces decode workers to prefill themselves."""
+    max_records: int = Field(default=1000, ge=1)
+
+    @field_validator("listen", "http_listen")
+    @classmethod
+    def _listen(cls, value: str) -> str:
+        return _check_listen(value)
+
+    @model_validator(mode="after")
+    def _timeouts(self) -> Self:
+        if self.heartbeat_timeout_s < 2 * self.heartbeat_s:
+            raise ValueError("heartbeat_timeout_s must be at least twice heartbeat_s, or healthy workers look dead")
+        return self
+
+
+class TransferConfig(_Section):
+    backend: Literal["nixl", "inproc"] = "nixl"
+    lease_s: float = Field(default=15, gt=0)
+    renew_s: float = Field(default=4, gt=0)
+    digest: DigestKind = DigestKind.WSUM64
+    stall_s: float = Field(default=10, gt=0)
+    """A transfer without progress for so long is given up; its blocks stay in custody until it is terminal."""
+    handshake_s: float = Field(default=5, gt=0)
+    held_fraction: float = Field(default=0.9, gt=0, le=1)
+    """Quota of a prefill worker: the share of its blocks that may be held under leases."""
+    max_leases: int = Field(default=1024, ge=1)
+
+    @model_validator(mode="after")
+    def _renewals(self) -> Self:
+        if self.renew_s * 2 > self.lease_s:
+            raise ValueError("renew_s must be at most half of lease_s, or one late renewal ends a lease")
+        return self
+
+
+class TelemetryConfig(_Section):
+    otlp_endpoint: str | None = None
+    """Where spans go; null exports nothing."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class WorkerConfig(_Section):
+    """What every worker process shares."""
+
+    host: str = "127.0.0.1"
+    """Address that workers bind and advertise."""
+    port: int = Field(default=0, ge=0, le=65535)
+    drain_s: float = Field(default=30, ge=0)
+    projected_tokens: int = Field(default=256, ge=1)
+    """Answer length for which a decode worker reserves room when the caller allows more."""
+    pin_threads: bool = True
+
+
+class RayConfig(_Section):
+    address: str = "local"
+    """``local`` starts an embedded Ray; anything else is the address of a running cluster."""
+
+
+class LauncherConfig(_Section):
+    kind: Literal["ray", "process"] = "ray"
+    ray: RayConfig = RayConfig()
+    start_timeout_s: float = Field(default=180, gt=0)
+    stop_s: float = Field(default=8, gt=0)
+
+
+class ClusterConfig(_Section):
+    """Everything about a cluster that an operator may say."""
+
+    models: tuple[ModelConfigSection, ...] = (ModelConfigSection(),)
+    gateway: GatewayConfig = GatewayConfig()
+    router: RouterConfig = RouterConfig()
+    transfer: TransferConfig = TransferConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    worker: WorkerConfig = WorkerConfig()
+    launcher: LauncherConfig = LauncherConfig()
+    failpoints: dict[str, str] = Field(default_factory=dict)
+    """Named faults for tests (core/failpoints.py). Empty in production."""
+
+    @model_validator(mode="after")
+    def _distinct_models(self) -> Self:
+        if not self.models:
+            raise ValueError("models: name at least one model")
+        names = [model.name for model in self.models]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two models are named {name!r}: give each its own name")
+        return self
+
+    def model(self, name: str) -> ModelConfigSection:
+        for model in self.models:
+            if model.name == name:
+                return model
+        raise ConfigError(f"model {name!r} is not configured; configured: {', '.join(m.name for m in self.models)}")
+
+
+def _check_listen(value: str) -> str:
+    host, separator, port = value.rpartition(":")
+    if not separator or not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"{value!r} is not HOST:PORT (for example 127.0.0.1:8000)")
+    return value
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """``host:port`` into its parts."""
+    host, _, port = address.rpartition(":")
+    return host, int(port)
+
+
+# -- loading ----------------------------------------------------------------------------------------------------------
+
+
+def load_config(
+    path: str | None = None, *, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None
+) -> ClusterConfig:
+    """File, then environment (``BATON__ROUTER__LISTEN=...``), then ``--set router.listen=...``; the last one wins.
+
+    Values are read as YAML. List items are addressed by number: ``models.0.kv.block_size=32``.
+    Raises ConfigError with one line for each problem, naming the dotted key.
+    """
+    data: dict[str, Any] = {}
+    if path is not None:
+        data = _read_yaml(Path(path))
+    for name, text in sorted((os.environ if environ is None else environ).items()):
+        if name.startswith(ENV_PREFIX):
+            keys = [key.lower() for key in name.removeprefix(ENV_PREFIX).split("__")]
+            _assign(data, keys, _read_value(text, source=name), source=name)
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        if not separator or not key:
+            raise ConfigError(f"--set {override!r} is not KEY=VALUE (for example --set router.listen=127.0.0.1:7000)")
+        _assign(data, key.split("."), _read_value(text, source=f"--set {key}"), source=f"--set {key}")
+    return parse_config(data)
+
+
+def parse_config(data: Mapping[str, Any]) -> ClusterConfig:
+    """Validate plain data. Raises ConfigError."""
+    try:
+        return ClusterConfig.model_validate(data)
+    except ValidationError as error:
+        lines = []
+        for item in error.errors(include_url=False, include_input=False):
+            where = ".".join(str(part) for part in item["loc"]) or "config"
+            what = item["msg"].removeprefix("Value error, ")
+            if item["type"] == "extra_forbidden":
+                what = f"unknown key{_suggest(item['loc'])}"
+            lines.append(f"{where}: {what}")
+        raise ConfigError("bad configuration: " + "; ".join(dict.fromkeys(lines))) from None
+
+
+def dump_config(config: ClusterConfig) -> str:
+    """The effective configuration as YAML; ``load_config`` of it gives an equal one."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def config_to_json(config: ClusterConfig) -> str:
+    """One line, for the command line of a child process."""
+    return json.dumps(config.model_dump(mode="json"), separators=(",", ":"))
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read config file {path}: {error.strerror}; check the path given to --config") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"config file {path} is not UTF-8 text") from None
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config file {path} is not YAML: {' '.join(str(error).split())}") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"config file {path} must hold a mapping with keys such as 'models' and 'gateway'")
+    return data
+
+
+def _read_value(text: str, *, source: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"{source}: {text!r} is not a YAML value") from None
+
+
+def _assign(data: dict[str, Any], keys: Sequence[str], value: Any, *, source: str) -> None:
+    """Set ``data[k1][k2]...``. A list that is not there yet grows by one item at a time."""
+    here: Any = data
+    for position, key in enumerate(keys):
+        is_last = position == len(keys) - 1
+        if isinstance(here, list):
+            if not key.isdigit() or int(key) > len(here):
+                raise ConfigError(f"{source}: {key!r} is not the number of an item (0 to {len(here)})")
+            if int(key) == len(here):
+                here.append({})
+            index: Any = int(key)
+        elif isinstance(here, dict):
+            index = key
+            if not is_last and here.get(key) is None:
+                here[key] = [] if keys[position + 1].isdigit() else {}
+        else:
+            raise ConfigError(f"{source}: {'.'.join(keys[:position])} is a value, not a section")
+        if is_last:
+            here[index] = value
+        else:
+            here = here[index]
+
+
+def _suggest(location: Sequence[str | int]) -> str:
+    """``; known here: a, b`` for an unknown key, found by walking the model tree."""
+    section: Any = ClusterConfig
+    for part in location[:-1]:
+        section = _descend(section, part)
+        if section is None:
+            return ""
+    if isinstance(section, type) and issubclass(section, BaseModel):
+        return f"; known here: {', '.join(section.model_fields)}"
+    return ""
+
+
+def _descend(section: Any, part: str | int) -> Any:
+    if isinstance(section, type) and issubclass(section, BaseModel):
+        info = section.model_fields.get(str(part))
+        annotation = info.annotation if info is not None else None
+    else:
+        annotation = section
+    for candidate in (annotation, *getattr(annotation, "__args__", ())):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+# -- the process environment ------------------------------------------------------------------------------------------
+
+
+def set_worker_environment(num_threads: int) -> None:
+    """Thread counts of native libraries and transport settings. Must run before torch, numpy or nixl are imported.
+
+    One thread per worker by default: spinning OpenMP threads on shared cores cost up to 100x (docs/measurements.md).
+    """
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[name] = str(num_threads)
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    os.environ.setdefault("UCX_LOG_LEVEL", "error")
+    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+    transports = os.environ.get("UCX_TLS")
+    if transports and "tcp" not in transports.split(",") and transports != "all" and not transports.startswith("^"):
+        os.environ["UCX_TLS"] = f"{transports},tcp"
+
+
+def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment for a child process: this one's without BATON__ settings (the child gets the effective config)."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
+    environ.update(extra or {})
+    return environ

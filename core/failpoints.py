@@ -1,0 +1,76 @@
+"""Named failpoints: tests reach a state by its name and not by sleeping.
+
+Code calls ``failpoints.hit("decode.fetched")`` (or ``await failpoints.reach(...)`` on an event loop) at each transition.
+With no actions configured a hit is one dict lookup. Actions (config ``failpoints: {NAME: ACTION}``):
+
+``error:SLUG``   raise that ServingError        ``kill``       SIGKILL this process
+``pause:S``      wait S seconds                 ``once:ACTION`` only the first time    ``after:N:ACTION`` from hit N+1 on
+"""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping
+
+from core.errors import ConfigError, error_from_slug
+
+
+class Failpoints:
+    """The failpoints of one process (or of one worker, when several share a process in tests)."""
+
+    def __init__(self, actions: Mapping[str, str] | None = None) -> None:
+        self._actions = dict(actions or {})
+        self._hits: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def set(self, name: str, action: str) -> None:
+        """Arm (or with an empty action disarm) a failpoint at run time."""
+        with self._lock:
+            if action:
+                self._actions[name] = action
+            else:
+                self._actions.pop(name, None)
+
+    def num_hits(self, name: str) -> int:
+        """How often an armed failpoint was reached."""
+        with self._lock:
+            return self._hits.get(name, 0)
+
+    def hit(self, name: str) -> None:
+        """For threads: may raise, sleep or kill."""
+        pause_s = self._fire(name)
+        if pause_s:
+            time.sleep(pause_s)
+
+    async def reach(self, name: str) -> None:
+        """For coroutines: the same without blocking the loop."""
+        pause_s = self._fire(name)
+        if pause_s:
+            await asyncio.sleep(pause_s)
+
+    def _fire(self, name: str) -> float:
+        if name not in self._actions:
+            return 0.0
+        with self._lock:
+            action = self._actions.get(name, "")
+            count = self._hits[name] = self._hits.get(name, 0) + 1
+        return self._perform(name, action, count)
+
+    def _perform(self, name: str, action: str, count: int) -> float:
+        kind, _, argument = action.partition(":")
+        if kind == "once":
+            return self._perform(name, argument, count) if count == 1 else 0.0
+        if kind == "after":
+            after, _, rest = argument.partition(":")
+            return self._perform(name, rest, count) if count > int(after) else 0.0
+        if kind == "pause":
+            return float(argument)
+        if kind == "error":
+            raise error_from_slug(argument, f"failpoint {name}")
+        if kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind:
+            raise ConfigError(f"failpoint {name}: unknown action {action!r}")
+        return 0.0

@@ -1,0 +1,223 @@
+"""The messages of the hand-off: one control stream per P-D pair, dialled by D, served by P (design.md 4).
+
+D to P: Hello, Open, Claim, Renew, Release, AbortHandoff, Start. P to D: Welcome, Ready, Sealed, Refused, Ended, Drained.
+Each is idempotent by lease and epoch. Order is not assumed: messages for unknown ids wait up to ``lease_s``, aborts leave
+tombstones. Block ids cross the wire, never descriptors; durations, never absolute times.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from core.ids import HandoffId, Incarnation, LeaseId, RequestId, WorkerId
+from core.kv import KVFormat, KVGeometry
+from core.types import FirstToken
+
+
+class DigestKind(StrEnum):
+    OFF = "off"
+    WSUM64 = "wsum64"
+    CRC32 = "crc32"
+
+
+class TransferMode(StrEnum):
+    """Who posts the data operation of a link: D READs, or P SERVEs by WRITE or send."""
+
+    READ = "read"
+    SERVE = "serve"
+
+
+class HandoffOutcome(StrEnum):
+    """How a claim ended at D. A closed set: also the label of metrics and spans."""
+
+    OK = "ok"
+    STALE_LEASE = "stale_lease"
+    DIGEST_MISMATCH = "digest_mismatch"
+    PEER_LOST = "peer_lost"
+    STALLED = "stalled"
+    ABORTED = "aborted"
+    INCOMPATIBLE = "incompatible"
+    NO_CAPACITY = "no_capacity"
+    BACKEND_FAILED = "backend_failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkInfo:
+    """How a worker's memory is reached by one backend. ``metadata`` is opaque to everybody but that backend."""
+
+    backend: str
+    agent_name: str
+    """Contains the incarnation."""
+    metadata: bytes
+    regions: tuple[tuple[str, int, int], ...]
+    """(region name, address, bytes) as advertised: an address is used only inside these."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerInfo:
+    """One side of a pair, as told in Hello and Welcome."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    format: KVFormat
+    geometry: KVGeometry
+    link: LinkInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """D introduces itself; the first message of the stream. Formats are compared before anything else is used."""
+
+    peer: PeerInfo
+    modes: tuple[TransferMode, ...] = (TransferMode.READ,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    peer: PeerInfo
+    mode: TransferMode = TransferMode.READ
+    lease_s: float
+    """The holder's lease time; renew well before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Open:
+    """D asks for the hand-off and says what it already holds. Claims it for ``attempt``."""
+
+    handoff_id: HandoffId
+    request_id: RequestId
+    attempt: int
+    num_held_blocks: int = 0
+    ticket: bytes = b""
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """Makes this D the holder of an existing hand-off (e.g. after another D failed); only its Release counts then."""
+
+    handoff_id: HandoffId
+    request_id: RequestId
+    attempt: int
+    num_held_blocks: int = 0
+    ticket: bytes = b""
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRef:
+    lease_id: LeaseId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """Complete, fenced, immutable blocks so far (early reads)."""
+
+    handoff_id: HandoffId
+    lease: LeaseRef
+    slot: int
+    first_block: int
+    """Index of ``block_ids[0]`` within the sequence."""
+    block_ids: tuple[int, ...]
+    digests: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """The right to read: all blocks of the sequence under one lease."""
+
+    lease: LeaseRef
+    slot: int
+    """Index of the lease slot in the region ``slots``."""
+    block_ids: tuple[int, ...]
+    """P's blocks, in token order, from the first block D does not hold."""
+    first_block: int
+    num_tokens: int
+    """Tokens whose KV is in the blocks of the whole sequence: prompt and accepted tokens, not the first token."""
+    digest: DigestKind
+    digests: bytes
+    """Little-endian uint64 for each (block, kv head), block first; empty with ``off``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sealed:
+    """The hand-off is complete. ``first_tokens`` travel whole: after D's commit P's death is no error."""
+
+    handoff_id: HandoffId
+    grant: Grant
+    first_tokens: tuple[FirstToken, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """P will not (or no longer) hand this off; an error slug and text of core.errors."""
+
+    handoff_id: HandoffId
+    attempt: int
+    slug: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renew:
+    leases: tuple[LeaseRef, ...]
+    handoffs: tuple[HandoffId, ...] = ()
+    """Opened hand-offs that have no lease yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """The claimant is done; P frees the blocks. Idempotent, an unknown or old (lease, epoch) changes nothing."""
+
+    handoff_id: HandoffId
+    lease: LeaseRef
+    attempt: int
+    outcome: HandoffOutcome
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbortHandoff:
+    """D gives up, with or without a lease. Leaves a tombstone, so that a late Open or Sealed finds it."""
+
+    handoff_id: HandoffId
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """A lease ended at P without the claimant's Release."""
+
+    handoff_id: HandoffId
+    lease: LeaseRef
+    slug: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """SERVE mode: D asks P to post the data operations into D's blocks."""
+
+    handoff_id: HandoffId
+    lease: LeaseRef
+    transfer_id: int
+    source_block_ids: tuple[int, ...]
+    destination_block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drained:
+    """SERVE mode: every operation of the transfer is terminal at P."""
+
+    handoff_id: HandoffId
+    lease: LeaseRef
+    transfer_id: int
+    outcome: HandoffOutcome
+
+
+ToHolder = Hello | Open | Claim | Renew | Release | AbortHandoff | Start
+"""What D sends to P."""
+
+ToReader = Welcome | Ready | Sealed | Refused | Ended | Drained
+"""What P sends to D."""

@@ -1,0 +1,524 @@
+"""The shared vocabulary of a request: what is asked, where it runs, what comes back.
+
+All facts are frozen; progress lives in the one class of each process that owns it. Durations are seconds.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from core.ids import BlockHash, GatewayId, HandoffId, Incarnation, PlacementId, RequestId, WorkerId
+from core.kv import BlockCounts
+
+
+class Role(StrEnum):
+    """What a worker's pool is for. ``unified`` is a decode worker that always prefills locally."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    UNIFIED = "unified"
+
+
+class Mode(StrEnum):
+    """How a request is placed: ``split`` (P reads the prompt, D answers) or ``local`` (D does both)."""
+
+    SPLIT = "split"
+    LOCAL = "local"
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class WorkerState(StrEnum):
+    """As the worker says (starting, ready, draining) or as the router judges (suspect, lost)."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    SUSPECT = "suspect"
+    LOST = "lost"
+
+
+# -- the request ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen and when a choice ends. Neutral values mean "off"; validated at the gateway."""
+
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = 0
+    """0 is off."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    seed: int = 0
+    """Always set: the gateway draws one when the caller gives none."""
+    n: int = 1
+    max_tokens: int = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    """Of the model; off with ``ignore_eos``, held down until ``min_tokens``."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Of the caller; held down until ``min_tokens``."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    """Empty is "all"."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    logprobs: int | None = None
+    """None: no log probabilities. k: those of the chosen token and of the k most likely ones."""
+    prompt_logprobs: int | None = None
+    grammar: str = ""
+    """A compiled-grammar source; empty is none."""
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceProgress:
+    """What the gateway has accepted of one choice so far (not empty only in a retry)."""
+
+    choice: int = 0
+    accepted: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """What the user asked, parsed once. A retry is the same request with ``attempt + 1`` and the accepted tokens.
+
+    ``prompt_token_ids`` stays the original prompt: penalties, min and max tokens and usage count from its end.
+    """
+
+    request_id: RequestId
+    model: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    choices: tuple[ChoiceProgress, ...] = (ChoiceProgress(),)
+    attempt: int = 1
+    gateway_id: GatewayId
+    gateway_incarnation: Incarnation
+    deadline_s: float
+    """Seconds left from now. A duration, never a point in time: it is re-anchored by each receiver."""
+    age_s: float = 0.0
+    """Seconds since the gateway received the request: what a refused request carries to its next place."""
+    priority: int = 0
+    """Lower is served first."""
+    tenant: str = ""
+    cache_salt: str = ""
+    """From the authenticated tenant; part of the block hashes."""
+    workload_class: str = ""
+    traceparent: str = ""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+
+# -- what comes back --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """Log probabilities of one generated token, from raw scores. ``top`` is (token id, logprob), most likely first."""
+
+    logprob: float
+    rank: int
+    """1 is the most likely token."""
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenChunk:
+    """Some consecutive tokens of one choice of one attempt.
+
+    ``first_index`` counts generated tokens of the choice from the end of the original prompt. Duplicates and old attempts
+    are dropped by the reader; a gap is an error.
+    """
+
+    request_id: RequestId
+    choice: int
+    attempt: int
+    first_index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Empty, or one for each token."""
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    """The token that ended the choice, when ``finish_reason`` is ``stop``."""
+    stages: "StageTimes | None" = None
+    """Given once, with the chunk that ends the choice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes:
+    """Seconds that a request spent at workers, measured there as durations. Zero where a stage was not passed."""
+
+    prefill_queue_s: float = 0.0
+    prefill_s: float = 0.0
+    handoff_wait_s: float = 0.0
+    """D: from admission until the grant was there."""
+    reservation_s: float = 0.0
+    """D: waiting for room."""
+    transfer_s: float = 0.0
+    """D: from the grant to validated blocks."""
+    decode_queue_s: float = 0.0
+    """D: from runnable to the first step that ran it."""
+    decode_s: float = 0.0
+    transfer_bytes: int = 0
+    transfer_backend: str = ""
+    num_prompt_tokens_computed: int = 0
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptFailed:
+    """An admitted attempt ended at the worker by a typed error."""
+
+    request_id: RequestId
+    attempt: int
+    slug: str
+    message: str
+    worker_id: WorkerId | None = None
+    """The worker to blame, if it is not the sender."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptAccepted:
+    """A queued admission now has its reservation."""
+
+    request_id: RequestId
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutputs:
+    """One message for one step: everything that a decode worker has for one gateway."""
+
+    age_s: float = 0.0
+    """Seconds between the end of the step and the moment this message was sent."""
+    chunks: tuple[TokenChunk, ...] = ()
+    failed: tuple[AttemptFailed, ...] = ()
+    accepted: tuple[AttemptAccepted, ...] = ()
+
+
+# -- placing ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerAddress:
+    """Where one incarnation of a worker is reached. ``address`` is ``host:port`` of its gRPC server."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceRequest:
+    request_id: RequestId
+    model: str
+    attempt: int
+    num_prompt_tokens: int
+    """Tokens to have KV for before the first step: the prompt and, in a retry, the accepted tokens."""
+    max_new_tokens: int
+    block_hashes: tuple[BlockHash, ...] = ()
+    gateway_id: GatewayId
+    gateway_incarnation: Incarnation
+    deadline_s: float
+    age_s: float = 0.0
+    priority: int = 0
+    tenant: str = ""
+    excluded_workers: tuple[tuple[WorkerId, Incarnation], ...] = ()
+    """Blamed incarnations: a restarted worker is a new one and is not excluded."""
+    excluded_pairs: tuple[tuple[WorkerId, WorkerId], ...] = ()
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What the router expects of its choice; kept beside what happened."""
+
+    prefill_wait_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    ttft_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    placement_id: PlacementId
+    handoff_id: HandoffId
+    mode: Mode
+    decode: WorkerAddress
+    prefill: WorkerAddress | None = None
+    """None in ``local`` mode."""
+    prediction: Prediction = field(default_factory=Prediction)
+    runner_up: str = ""
+    reason: str = ""
+    ticket: bytes = b""
+    """Signed by the router for one claim; empty while the cluster runs without tickets."""
+    queue_s: float = 0.0
+    """How long the placement waited at the router."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementEnd:
+    """The gateway's word that a placement is over; the router forgets its estimates."""
+
+    placement_id: PlacementId
+    request_id: RequestId
+    attempt: int
+    outcome: str
+    """``ok`` or the slug of the error that ended the attempt."""
+    blamed_worker: WorkerId | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmitRequest:
+    request: GenerateRequest
+    handoff_id: HandoffId
+    mode: Mode
+    worker_incarnation: Incarnation
+    """Whom the placement meant; another incarnation refuses with StaleIncarnation."""
+    prefill: WorkerAddress | None = None
+    ticket: bytes = b""
+
+
+class AdmitVerdict(StrEnum):
+    """``accepted``: blocks are reserved. ``queued``: an AttemptAccepted follows on the outputs stream. Refusals are errors."""
+
+    ACCEPTED = "accepted"
+    QUEUED = "queued"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmitReply:
+    verdict: AdmitVerdict
+    num_ahead: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillRequest:
+    request: GenerateRequest
+    handoff_id: HandoffId
+    worker_incarnation: Incarnation
+    decode: WorkerAddress | None = None
+    """Who is expected to claim; informative."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstToken:
+    """The token sampled on P, once. ``index`` counts generated tokens (0, or more in a retry)."""
+
+    choice: int
+    index: int
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillReply:
+    first_tokens: tuple[FirstToken, ...]
+    num_cached_tokens: int
+    stages: StageTimes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbortRequest:
+    """Ends an attempt at a worker. ``attempt`` 0 means every attempt of the request."""
+
+    request_id: RequestId
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbortReply:
+    """``found`` is false when the worker knows nothing (or nothing any more). Blocks are back when this is answered,
+    except those still under transfer (``num_custody_blocks``), which follow when their operations are terminal."""
+
+    found: bool
+    num_custody_blocks: int = 0
+
+
+# -- membership -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRecord:
+    """What router and gateways learn of a model from its workers."""
+
+    name: str
+    format_hash: str
+    block_size: int
+    max_context: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRegistration:
+    """The first message of a worker's membership stream."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    role: Role
+    model: ModelRecord
+    revision: str = ""
+    address: str
+    http_address: str
+    pid: int
+    hostname: str
+    labels: tuple[tuple[str, str], ...] = ()
+    num_blocks: int
+    block_bytes: int
+    max_sequences: int
+    max_step_tokens: int
+    transfer_backend: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLoad:
+    """A heartbeat: the worker's own numbers. Counters are totals of this incarnation."""
+
+    state: WorkerState
+    num_running: int = 0
+    num_waiting: int = 0
+    queued_prompt_tokens: int = 0
+    """Prompt tokens admitted and not yet computed."""
+    blocks: BlockCounts
+    num_leases: int = 0
+    held_bytes: int = 0
+    num_transfers: int = 0
+    """Transfers in flight."""
+    kv_bytes_received: tuple[tuple[str, int], ...] = ()
+    """By transfer backend."""
+    kv_bytes_sent: tuple[tuple[str, int], ...] = ()
+    """By transfer backend, as far as P can know: bytes of released leases whose outcome was ok."""
+    prompt_tokens_computed: int = 0
+    tokens_generated: int = 0
+    num_steps: int = 0
+    busy_s: float = 0.0
+    """Seconds spent in steps."""
+    stored_hashes: tuple[BlockHash, ...] = ()
+    evicted_hashes: tuple[BlockHash, ...] = ()
+
+
+class CommandKind(StrEnum):
+    DRAIN = "drain"
+    REREGISTER = "reregister"
+    """The router does not know this worker (any more): send the registration again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerCommand:
+    """What the router tells a worker over its membership stream."""
+
+    kind: CommandKind
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStatus:
+    """One worker as an operator sees it."""
+
+    registration: WorkerRegistration
+    load: WorkerLoad
+    state: WorkerState
+    """The router's judgement."""
+    heartbeat_age_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolStatus:
+    model: str
+    role: Role
+    desired: int
+    ready: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayStatus:
+    gateway_id: GatewayId
+    incarnation: Incarnation
+    http_address: str
+    pid: int
+    num_requests: int
+    heartbeat_age_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterStatus:
+    router_incarnation: Incarnation
+    router_pid: int
+    router_http_address: str
+    pools: tuple[PoolStatus, ...]
+    workers: tuple[WorkerStatus, ...]
+    gateways: tuple[GatewayStatus, ...]
+    models: tuple[ModelRecord, ...]
+    num_placements: int
+    """Placements whose end was not reported yet."""
+    num_waiting: int
+    """Requests waiting at the router for a worker."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSize:
+    """Desired size of one pool; the router owns it, launchers watch it."""
+
+    model: str
+    role: Role
+    replicas: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRecord:
+    """A finished request, pushed by its gateway to the router's bounded ring."""
+
+    request_id: RequestId
+    model: str
+    outcome: str
+    """A finish reason or an error slug."""
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    num_cached_tokens: int
+    attempts: int
+    mode: str
+    prefill_worker: str
+    decode_worker: str
+    reason: str
+    """Of the placement."""
+    stages: tuple[tuple[str, float], ...]
+    """(stage, seconds): they partition the critical path and sum to ``duration_s``."""
+    ttft_s: float
+    duration_s: float
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayReport:
+    """A gateway's heartbeat to the router, with the records of requests that ended since the last one."""
+
+    gateway_id: GatewayId
+    incarnation: Incarnation
+    http_address: str
+    pid: int
+    num_requests: int
+    records: tuple[RequestRecord, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterView:
+    """What the router tells a gateway in answer: which models can be served now, and by what."""
+
+    models: tuple[ModelRecord, ...]
+    usable: tuple[tuple[str, bool, str], ...]
+    """(model, has a path of ready workers, why not)."""

@@ -1,0 +1,188 @@
+"""gRPC clients in core types. One channel for each peer incarnation's address, shared by all calls to it.
+
+Every failure is a typed error of core.errors: a call that only the transport failed is WorkerLost with the peer's id.
+Every call has a deadline; long-lived streams are watched by keepalive.
+"""
+
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any, Self, TypeVar
+
+import grpc
+import grpc.aio
+
+from core import types as t
+from core.errors import StaleIncarnation
+from core.handoff import ToHolder, ToReader
+from core.ids import GatewayId, Incarnation
+from rpc.convert import TO_HOLDER, TO_READER, WORKER_MESSAGE, from_pb, to_pb
+from rpc.errors import from_rpc_error
+from rpc.pb import (
+    decode_pb2,
+    decode_pb2_grpc,
+    handoff_pb2_grpc,
+    prefill_pb2_grpc,
+    router_pb2,
+    router_pb2_grpc,
+)
+
+CHANNEL_OPTIONS = (
+    ("grpc.use_local_subchannel_pool", 1),  # a restarted peer at the same address gets a fresh connection
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.enable_retries", 0),  # recovery is decided in gateway/pipeline.py and nowhere else
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+    ("grpc.keepalive_time_ms", 2000),
+    ("grpc.keepalive_timeout_ms", 3000),
+    ("grpc.keepalive_permit_without_calls", 0),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.enable_http_proxy", 0),
+)
+ABORT_TIMEOUT_S = 5.0
+CONTROL_TIMEOUT_S = 10.0
+T = TypeVar("T")
+
+
+class _Client:
+    """A channel and the translation of its failures."""
+
+    def __init__(self, address: str, *, worker_id: str | None = None) -> None:
+        self.address = address
+        self._worker_id = worker_id
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+    async def _call(self, call: Awaitable[T]) -> T:
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, worker_id=self._worker_id) from None
+
+    async def _stream(self, call: Any) -> AsyncIterator[Any]:
+        """The messages of a response stream; leaving it early cancels the call."""
+        try:
+            async for message in call:
+                yield message
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, worker_id=self._worker_id) from None
+        finally:
+            call.cancel()
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+
+class RouterClient(_Client):
+    def __init__(self, address: str) -> None:
+        super().__init__(address, worker_id="router")
+        self._stub: Any = router_pb2_grpc.RouterStub(self._channel)
+
+    async def place(self, request: t.PlaceRequest) -> t.Placement:
+        call = self._stub.Place(to_pb(request), timeout=request.deadline_s)
+        return from_pb(t.Placement, await self._call(call))
+
+    async def end_placement(self, end: t.PlacementEnd) -> None:
+        await self._call(self._stub.EndPlacement(to_pb(end), timeout=CONTROL_TIMEOUT_S))
+
+    async def join(
+        self, messages: AsyncIterator[t.WorkerRegistration | t.WorkerLoad]
+    ) -> AsyncIterator[t.WorkerCommand]:
+        """The membership stream: send registration and loads, receive commands. Ends with a typed error."""
+        encoded = (WORKER_MESSAGE.encode(message) async for message in messages)
+        async for command in self._stream(self._stub.Join(encoded)):
+            yield from_pb(t.WorkerCommand, command)
+
+    async def report_gateway(self, report: t.GatewayReport) -> t.ClusterView:
+        call = self._stub.ReportGateway(to_pb(report), timeout=CONTROL_TIMEOUT_S)
+        return from_pb(t.ClusterView, await self._call(call))
+
+    async def status(self) -> t.ClusterStatus:
+        call = self._stub.Status(router_pb2.Empty(), timeout=CONTROL_TIMEOUT_S)
+        return from_pb(t.ClusterStatus, await self._call(call))
+
+    async def drain(self, worker_id: str, reason: str) -> None:
+        request = router_pb2.DrainRequest(worker_id=worker_id, reason=reason)
+        await self._call(self._stub.Drain(request, timeout=CONTROL_TIMEOUT_S))
+
+    async def scale(self, pools: tuple[t.PoolSize, ...]) -> tuple[t.PoolSize, ...]:
+        request = router_pb2.ScaleRequest(pools=[to_pb(pool) for pool in pools])
+        reply = await self._call(self._stub.Scale(request, timeout=CONTROL_TIMEOUT_S))
+        return tuple(from_pb(t.PoolSize, pool) for pool in reply.pools)
+
+    async def watch_pools(self) -> AsyncIterator[tuple[t.PoolSize, ...]]:
+        async for message in self._stream(self._stub.WatchPools(router_pb2.Empty())):
+            yield tuple(from_pb(t.PoolSize, pool) for pool in message.pools)
+
+    async def find_records(self, request_id: str = "", limit: int = 100) -> tuple[t.RequestRecord, ...]:
+        request = router_pb2.RecordQuery(request_id=request_id, limit=limit)
+        reply = await self._call(self._stub.FindRecords(request, timeout=CONTROL_TIMEOUT_S))
+        return tuple(from_pb(t.RequestRecord, record) for record in reply.records)
+
+
+class PrefillClient(_Client):
+    """Calls to one incarnation of a prefill worker."""
+
+    def __init__(self, worker: t.WorkerAddress) -> None:
+        super().__init__(worker.address, worker_id=worker.worker_id)
+        self._stub: Any = prefill_pb2_grpc.PrefillStub(self._channel)
+
+    async def prefill(self, request: t.PrefillRequest) -> t.PrefillReply:
+        """Cancelling this coroutine cancels the call, which aborts the attempt at P."""
+        call = self._stub.Prefill(to_pb(request), timeout=request.request.deadline_s)
+        return from_pb(t.PrefillReply, await self._call(call))
+
+    async def abort(self, request: t.AbortRequest) -> t.AbortReply:
+        call = self._stub.AbortPrefill(to_pb(request), timeout=ABORT_TIMEOUT_S)
+        return from_pb(t.AbortReply, await self._call(call))
+
+
+class DecodeClient(_Client):
+    """Calls to one incarnation of a decode worker."""
+
+    def __init__(self, worker: t.WorkerAddress) -> None:
+        super().__init__(worker.address, worker_id=worker.worker_id)
+        self._worker = worker
+        self._stub: Any = decode_pb2_grpc.DecodeStub(self._channel)
+
+    async def admit(self, request: t.AdmitRequest) -> t.AdmitReply:
+        call = self._stub.Admit(to_pb(request), timeout=min(request.request.deadline_s, CONTROL_TIMEOUT_S))
+        return from_pb(t.AdmitReply, await self._call(call))
+
+    async def abort(self, request: t.AbortRequest) -> t.AbortReply:
+        call = self._stub.AbortDecode(to_pb(request), timeout=ABORT_TIMEOUT_S)
+        return from_pb(t.AbortReply, await self._call(call))
+
+    async def outputs(self, gateway_id: GatewayId, gateway_incarnation: Incarnation) -> AsyncIterator[t.StepOutputs]:
+        """The one multiplexed stream of this gateway. Its first message is empty: the stream is registered now, requests
+        may be admitted. It ends by a typed error only (WorkerLost, StaleIncarnation, WorkerDraining)."""
+        request = decode_pb2.OutputsRequest(
+            gateway_id=gateway_id,
+            gateway_incarnation=gateway_incarnation,
+            worker_incarnation=self._worker.incarnation,
+        )
+        async for message in self._stream(self._stub.Outputs(request)):
+            yield from_pb(t.StepOutputs, message)
+        raise StaleIncarnation(
+            f"{self._worker.worker_id} ended the outputs stream", worker_id=self._worker.worker_id
+        )
+
+
+class HandoffClient(_Client):
+    """D's side of the control stream to one incarnation of a prefill worker."""
+
+    def __init__(self, worker: t.WorkerAddress) -> None:
+        super().__init__(worker.address, worker_id=worker.worker_id)
+        self._stub: Any = handoff_pb2_grpc.HandoffStub(self._channel)
+
+    async def connect(self, messages: AsyncIterator[ToHolder]) -> AsyncIterator[ToReader]:
+        encoded = (TO_HOLDER.encode(message) async for message in messages)
+        async for reply in self._stream(self._stub.Connect(encoded)):
+            decoded = TO_READER.decode(reply)
+            if decoded is not None:
+                yield decoded

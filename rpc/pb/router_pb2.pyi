@@ -1,0 +1,453 @@
+from rpc.pb import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WORKER_STATE_UNSPECIFIED: _ClassVar[WorkerState]
+    WORKER_STATE_STARTING: _ClassVar[WorkerState]
+    WORKER_STATE_READY: _ClassVar[WorkerState]
+    WORKER_STATE_DRAINING: _ClassVar[WorkerState]
+    WORKER_STATE_SUSPECT: _ClassVar[WorkerState]
+    WORKER_STATE_LOST: _ClassVar[WorkerState]
+
+class CommandKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    COMMAND_KIND_UNSPECIFIED: _ClassVar[CommandKind]
+    COMMAND_KIND_DRAIN: _ClassVar[CommandKind]
+    COMMAND_KIND_REREGISTER: _ClassVar[CommandKind]
+WORKER_STATE_UNSPECIFIED: WorkerState
+WORKER_STATE_STARTING: WorkerState
+WORKER_STATE_READY: WorkerState
+WORKER_STATE_DRAINING: WorkerState
+WORKER_STATE_SUSPECT: WorkerState
+WORKER_STATE_LOST: WorkerState
+COMMAND_KIND_UNSPECIFIED: CommandKind
+COMMAND_KIND_DRAIN: CommandKind
+COMMAND_KIND_REREGISTER: CommandKind
+
+class Empty(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WorkerRef(_message.Message):
+    __slots__ = ("worker_id", "incarnation")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class WorkerPair(_message.Message):
+    __slots__ = ("prefill", "decode")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    prefill: str
+    decode: str
+    def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ...) -> None: ...
+
+class PlaceRequest(_message.Message):
+    __slots__ = ("request_id", "model", "attempt", "num_prompt_tokens", "max_new_tokens", "block_hashes", "gateway_id", "gateway_incarnation", "deadline_s", "age_s", "priority", "tenant", "excluded_workers", "excluded_pairs", "traceparent")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
+    GATEWAY_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    EXCLUDED_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    EXCLUDED_PAIRS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    model: str
+    attempt: int
+    num_prompt_tokens: int
+    max_new_tokens: int
+    block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    gateway_id: str
+    gateway_incarnation: int
+    deadline_s: float
+    age_s: float
+    priority: int
+    tenant: str
+    excluded_workers: _containers.RepeatedCompositeFieldContainer[WorkerRef]
+    excluded_pairs: _containers.RepeatedCompositeFieldContainer[WorkerPair]
+    traceparent: str
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., attempt: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., gateway_id: _Optional[str] = ..., gateway_incarnation: _Optional[int] = ..., deadline_s: _Optional[float] = ..., age_s: _Optional[float] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., excluded_workers: _Optional[_Iterable[_Union[WorkerRef, _Mapping]]] = ..., excluded_pairs: _Optional[_Iterable[_Union[WorkerPair, _Mapping]]] = ..., traceparent: _Optional[str] = ...) -> None: ...
+
+class Prediction(_message.Message):
+    __slots__ = ("prefill_wait_s", "prefill_s", "transfer_s", "ttft_s")
+    PREFILL_WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
+    TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    prefill_wait_s: float
+    prefill_s: float
+    transfer_s: float
+    ttft_s: float
+    def __init__(self, prefill_wait_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., ttft_s: _Optional[float] = ...) -> None: ...
+
+class Placement(_message.Message):
+    __slots__ = ("placement_id", "handoff_id", "mode", "decode", "prefill", "prediction", "runner_up", "reason", "ticket", "queue_s")
+    PLACEMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    PREDICTION_FIELD_NUMBER: _ClassVar[int]
+    RUNNER_UP_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    placement_id: str
+    handoff_id: str
+    mode: _common_pb2.Mode
+    decode: _common_pb2.WorkerAddress
+    prefill: _common_pb2.WorkerAddress
+    prediction: Prediction
+    runner_up: str
+    reason: str
+    ticket: bytes
+    queue_s: float
+    def __init__(self, placement_id: _Optional[str] = ..., handoff_id: _Optional[str] = ..., mode: _Optional[_Union[_common_pb2.Mode, str]] = ..., decode: _Optional[_Union[_common_pb2.WorkerAddress, _Mapping]] = ..., prefill: _Optional[_Union[_common_pb2.WorkerAddress, _Mapping]] = ..., prediction: _Optional[_Union[Prediction, _Mapping]] = ..., runner_up: _Optional[str] = ..., reason: _Optional[str] = ..., ticket: _Optional[bytes] = ..., queue_s: _Optional[float] = ...) -> None: ...
+
+class PlacementEnd(_message.Message):
+    __slots__ = ("placement_id", "request_id", "attempt", "outcome", "blamed_worker")
+    PLACEMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    BLAMED_WORKER_FIELD_NUMBER: _ClassVar[int]
+    placement_id: str
+    request_id: str
+    attempt: int
+    outcome: str
+    blamed_worker: str
+    def __init__(self, placement_id: _Optional[str] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., outcome: _Optional[str] = ..., blamed_worker: _Optional[str] = ...) -> None: ...
+
+class ModelRecord(_message.Message):
+    __slots__ = ("name", "format_hash", "block_size", "max_context", "vocab_size")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FORMAT_HASH_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    format_hash: str
+    block_size: int
+    max_context: int
+    vocab_size: int
+    def __init__(self, name: _Optional[str] = ..., format_hash: _Optional[str] = ..., block_size: _Optional[int] = ..., max_context: _Optional[int] = ..., vocab_size: _Optional[int] = ...) -> None: ...
+
+class Label(_message.Message):
+    __slots__ = ("name", "value")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    value: str
+    def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+
+class WorkerRegistration(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "role", "model", "revision", "address", "http_address", "pid", "hostname", "labels", "num_blocks", "block_bytes", "max_sequences", "max_step_tokens", "transfer_backend")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    HTTP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    HOSTNAME_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    MAX_STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_BACKEND_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: int
+    role: _common_pb2.Role
+    model: ModelRecord
+    revision: str
+    address: str
+    http_address: str
+    pid: int
+    hostname: str
+    labels: _containers.RepeatedCompositeFieldContainer[Label]
+    num_blocks: int
+    block_bytes: int
+    max_sequences: int
+    max_step_tokens: int
+    transfer_backend: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., model: _Optional[_Union[ModelRecord, _Mapping]] = ..., revision: _Optional[str] = ..., address: _Optional[str] = ..., http_address: _Optional[str] = ..., pid: _Optional[int] = ..., hostname: _Optional[str] = ..., labels: _Optional[_Iterable[_Union[Label, _Mapping]]] = ..., num_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., transfer_backend: _Optional[str] = ...) -> None: ...
+
+class BlockCounts(_message.Message):
+    __slots__ = ("total", "custody", "in_use", "leased", "cached", "free", "reserved")
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    CUSTODY_FIELD_NUMBER: _ClassVar[int]
+    IN_USE_FIELD_NUMBER: _ClassVar[int]
+    LEASED_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
+    FREE_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_FIELD_NUMBER: _ClassVar[int]
+    total: int
+    custody: int
+    in_use: int
+    leased: int
+    cached: int
+    free: int
+    reserved: int
+    def __init__(self, total: _Optional[int] = ..., custody: _Optional[int] = ..., in_use: _Optional[int] = ..., leased: _Optional[int] = ..., cached: _Optional[int] = ..., free: _Optional[int] = ..., reserved: _Optional[int] = ...) -> None: ...
+
+class BackendBytes(_message.Message):
+    __slots__ = ("backend", "num_bytes")
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    backend: str
+    num_bytes: int
+    def __init__(self, backend: _Optional[str] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+
+class WorkerLoad(_message.Message):
+    __slots__ = ("state", "num_running", "num_waiting", "queued_prompt_tokens", "blocks", "num_leases", "held_bytes", "num_transfers", "kv_bytes_received", "kv_bytes_sent", "prompt_tokens_computed", "tokens_generated", "num_steps", "busy_s", "stored_hashes", "evicted_hashes")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LEASES_FIELD_NUMBER: _ClassVar[int]
+    HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_COMPUTED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_GENERATED_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    BUSY_S_FIELD_NUMBER: _ClassVar[int]
+    STORED_HASHES_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_HASHES_FIELD_NUMBER: _ClassVar[int]
+    state: WorkerState
+    num_running: int
+    num_waiting: int
+    queued_prompt_tokens: int
+    blocks: BlockCounts
+    num_leases: int
+    held_bytes: int
+    num_transfers: int
+    kv_bytes_received: _containers.RepeatedCompositeFieldContainer[BackendBytes]
+    kv_bytes_sent: _containers.RepeatedCompositeFieldContainer[BackendBytes]
+    prompt_tokens_computed: int
+    tokens_generated: int
+    num_steps: int
+    busy_s: float
+    stored_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    evicted_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., num_leases: _Optional[int] = ..., held_bytes: _Optional[int] = ..., num_transfers: _Optional[int] = ..., kv_bytes_received: _Optional[_Iterable[_Union[BackendBytes, _Mapping]]] = ..., kv_bytes_sent: _Optional[_Iterable[_Union[BackendBytes, _Mapping]]] = ..., prompt_tokens_computed: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., num_steps: _Optional[int] = ..., busy_s: _Optional[float] = ..., stored_hashes: _Optional[_Iterable[bytes]] = ..., evicted_hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class WorkerMessage(_message.Message):
+    __slots__ = ("registration", "load")
+    REGISTRATION_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    registration: WorkerRegistration
+    load: WorkerLoad
+    def __init__(self, registration: _Optional[_Union[WorkerRegistration, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ...) -> None: ...
+
+class WorkerCommand(_message.Message):
+    __slots__ = ("kind", "reason")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    kind: CommandKind
+    reason: str
+    def __init__(self, kind: _Optional[_Union[CommandKind, str]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class RequestStage(_message.Message):
+    __slots__ = ("name", "seconds")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    seconds: float
+    def __init__(self, name: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class RequestRecord(_message.Message):
+    __slots__ = ("request_id", "model", "outcome", "num_prompt_tokens", "num_completion_tokens", "num_cached_tokens", "attempts", "mode", "prefill_worker", "decode_worker", "reason", "stages", "ttft_s", "duration_s", "traceparent")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
+    DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
+    TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    DURATION_S_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    model: str
+    outcome: str
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    num_cached_tokens: int
+    attempts: int
+    mode: str
+    prefill_worker: str
+    decode_worker: str
+    reason: str
+    stages: _containers.RepeatedCompositeFieldContainer[RequestStage]
+    ttft_s: float
+    duration_s: float
+    traceparent: str
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., outcome: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., num_completion_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., mode: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., reason: _Optional[str] = ..., stages: _Optional[_Iterable[_Union[RequestStage, _Mapping]]] = ..., ttft_s: _Optional[float] = ..., duration_s: _Optional[float] = ..., traceparent: _Optional[str] = ...) -> None: ...
+
+class RequestRecords(_message.Message):
+    __slots__ = ("records",)
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    records: _containers.RepeatedCompositeFieldContainer[RequestRecord]
+    def __init__(self, records: _Optional[_Iterable[_Union[RequestRecord, _Mapping]]] = ...) -> None: ...
+
+class RecordQuery(_message.Message):
+    __slots__ = ("request_id", "limit")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    limit: int
+    def __init__(self, request_id: _Optional[str] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class GatewayReport(_message.Message):
+    __slots__ = ("gateway_id", "incarnation", "http_address", "pid", "num_requests", "records")
+    GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    HTTP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    gateway_id: str
+    incarnation: int
+    http_address: str
+    pid: int
+    num_requests: int
+    records: _containers.RepeatedCompositeFieldContainer[RequestRecord]
+    def __init__(self, gateway_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., http_address: _Optional[str] = ..., pid: _Optional[int] = ..., num_requests: _Optional[int] = ..., records: _Optional[_Iterable[_Union[RequestRecord, _Mapping]]] = ...) -> None: ...
+
+class ModelPath(_message.Message):
+    __slots__ = ("model", "is_usable", "reason")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    IS_USABLE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    is_usable: bool
+    reason: str
+    def __init__(self, model: _Optional[str] = ..., is_usable: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class ClusterView(_message.Message):
+    __slots__ = ("models", "usable")
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    USABLE_FIELD_NUMBER: _ClassVar[int]
+    models: _containers.RepeatedCompositeFieldContainer[ModelRecord]
+    usable: _containers.RepeatedCompositeFieldContainer[ModelPath]
+    def __init__(self, models: _Optional[_Iterable[_Union[ModelRecord, _Mapping]]] = ..., usable: _Optional[_Iterable[_Union[ModelPath, _Mapping]]] = ...) -> None: ...
+
+class WorkerStatus(_message.Message):
+    __slots__ = ("registration", "load", "state", "heartbeat_age_s")
+    REGISTRATION_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    registration: WorkerRegistration
+    load: WorkerLoad
+    state: WorkerState
+    heartbeat_age_s: float
+    def __init__(self, registration: _Optional[_Union[WorkerRegistration, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., heartbeat_age_s: _Optional[float] = ...) -> None: ...
+
+class PoolStatus(_message.Message):
+    __slots__ = ("model", "role", "desired", "ready")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    DESIRED_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    role: _common_pb2.Role
+    desired: int
+    ready: int
+    def __init__(self, model: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., desired: _Optional[int] = ..., ready: _Optional[int] = ...) -> None: ...
+
+class GatewayStatus(_message.Message):
+    __slots__ = ("gateway_id", "incarnation", "http_address", "pid", "num_requests", "heartbeat_age_s")
+    GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    HTTP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    gateway_id: str
+    incarnation: int
+    http_address: str
+    pid: int
+    num_requests: int
+    heartbeat_age_s: float
+    def __init__(self, gateway_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., http_address: _Optional[str] = ..., pid: _Optional[int] = ..., num_requests: _Optional[int] = ..., heartbeat_age_s: _Optional[float] = ...) -> None: ...
+
+class ClusterStatus(_message.Message):
+    __slots__ = ("router_incarnation", "router_pid", "router_http_address", "pools", "workers", "gateways", "models", "num_placements", "num_waiting")
+    ROUTER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_PID_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_HTTP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    GATEWAYS_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PLACEMENTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    router_incarnation: int
+    router_pid: int
+    router_http_address: str
+    pools: _containers.RepeatedCompositeFieldContainer[PoolStatus]
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
+    gateways: _containers.RepeatedCompositeFieldContainer[GatewayStatus]
+    models: _containers.RepeatedCompositeFieldContainer[ModelRecord]
+    num_placements: int
+    num_waiting: int
+    def __init__(self, router_incarnation: _Optional[int] = ..., router_pid: _Optional[int] = ..., router_http_address: _Optional[str] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., gateways: _Optional[_Iterable[_Union[GatewayStatus, _Mapping]]] = ..., models: _Optional[_Iterable[_Union[ModelRecord, _Mapping]]] = ..., num_placements: _Optional[int] = ..., num_waiting: _Optional[int] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("worker_id", "reason")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    reason: str
+    def __init__(self, worker_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class PoolSize(_message.Message):
+    __slots__ = ("model", "role", "replicas")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    role: _common_pb2.Role
+    replicas: int
+    def __init__(self, model: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., replicas: _Optional[int] = ...) -> None: ...
+
+class ScaleRequest(_message.Message):
+    __slots__ = ("pools",)
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    pools: _containers.RepeatedCompositeFieldContainer[PoolSize]
+    def __init__(self, pools: _Optional[_Iterable[_Union[PoolSize, _Mapping]]] = ...) -> None: ...
+
+class PoolSizes(_message.Message):
+    __slots__ = ("pools",)
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    pools: _containers.RepeatedCompositeFieldContainer[PoolSize]
+    def __init__(self, pools: _Optional[_Iterable[_Union[PoolSize, _Mapping]]] = ...) -> None: ...
