@@ -1,0 +1,258 @@
+"""One cell behind the gRPC handler: the books, the waiting room, and a sweep that keeps time."""
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator
+
+from core.clock import Clock, MonotonicClock
+from core.config import ClusterConfig
+from core.errors import ServingError
+from core.ids import format_incarnation, new_incarnation
+from core.tasks import TaskScope
+from core.telemetry import Telemetry
+from core.types import (
+    ClusterStatus,
+    ClusterView,
+    CommandKind,
+    GatewayReport,
+    Placement,
+    PlacementEnd,
+    PlaceRequest,
+    PoolSize,
+    RequestRecord,
+    WorkerCommand,
+    WorkerLoad,
+    WorkerRegistration,
+)
+from router.admin import Admin, RecordRing
+from router.gateways import GatewayBook
+from router.load import LoadBook
+from router.metrics import RouterMetrics
+from router.placer import Placer
+from router.policy import PolicySettings
+from router.pools import PoolBook
+from router.registry import Commands, LivenessTimes, Membership, Registry
+from router.waiting import WaitingRoom
+
+log = logging.getLogger(__name__)
+
+SWEEP_S = 0.1
+"""How often silence, waiting times and expiries are looked at; changes that arrive act at once."""
+
+
+class RouterHandler:
+    """One cell: registry, load, pools, waiting room, records. Implements ``rpc.server.RouterHandler``.
+
+    Everything here runs on one event loop and is kept in memory only: a restarted router is empty, and whole again when
+    its workers and gateways have re-joined.
+    """
+
+    def __init__(self, config: ClusterConfig, telemetry: Telemetry, clock: Clock | None = None) -> None:
+        clock = clock or MonotonicClock()
+        settings = config.router
+        self.incarnation = new_incarnation()
+        self.http_address = ""
+        self._clock = clock
+        self._registry = Registry(clock, LivenessTimes.of(settings))
+        self._gateways = GatewayBook(clock, timeout_s=settings.heartbeat_timeout_s)
+        self._load = LoadBook(clock, projected_tokens=config.worker.projected_tokens)
+        self._pools = PoolBook(config.models)
+        self._records = RecordRing(settings.max_records)
+        self._placer = Placer(
+            registry=self._registry,
+            load=self._load,
+            pools=self._pools,
+            settings=PolicySettings(mode=settings.mode, projected_tokens=config.worker.projected_tokens),
+        )
+        self._room = WaitingRoom(
+            clock,
+            place_now=self._placer.place_now,
+            release=self._take_back,
+            placement_wait_s=settings.placement_wait_s,
+            max_waiting=settings.max_waiting,
+        )
+        self._admin = Admin(
+            registry=self._registry,
+            gateways=self._gateways,
+            pools=self._pools,
+            incarnation=self.incarnation,
+            pid=os.getpid(),
+        )
+        self._metrics = RouterMetrics(telemetry.registry, [(pool.model, pool.role) for pool in self._pools.sizes()])
+        self._tasks = TaskScope("router")
+
+    # -- gateways -----------------------------------------------------------------------------------------------------
+
+    async def place(self, request: PlaceRequest) -> Placement:
+        """See :class:`router.waiting.WaitingRoom`. Raises ModelNotFound, ContextTooLong, QueueFull or NoWorker."""
+        since = self._clock.now()
+        try:
+            placement = await self._room.place(request)
+        except ServingError as error:
+            model = request.model if request.model in self._placer.model_names() else ""
+            self._metrics.refusals.labels(model, error.slug).inc()
+            log.info(
+                "not placed",
+                extra={"request": request.request_id, "model": request.model, "slug": error.slug, "why": error.message},
+            )
+            raise
+        finally:
+            self._metrics.wait_s.observe(self._clock.now() - since)
+        self._metrics.placements.labels(request.model, placement.mode, placement.reason).inc()
+        log.info(
+            "placed",
+            extra={
+                "request": request.request_id,
+                "attempt": request.attempt,
+                "mode": placement.mode,
+                "prefill": placement.prefill.worker_id if placement.prefill is not None else "",
+                "decode": placement.decode.worker_id,
+                "reason": placement.reason,
+                "queue_s": round(placement.queue_s, 6),
+            },
+        )
+        return placement
+
+    def _take_back(self, placement: Placement) -> None:
+        self._load.release(placement.placement_id)
+
+    async def end_placement(self, end: PlacementEnd) -> None:
+        if self._load.release(end.placement_id):
+            self._metrics.ended.labels(end.outcome).inc()
+        if end.blamed_worker is not None:
+            log.warning(
+                "worker blamed",
+                extra={"worker": end.blamed_worker, "request": end.request_id, "outcome": end.outcome},
+            )
+
+    async def report_gateway(self, report: GatewayReport) -> ClusterView:
+        """A gateway's heartbeat. A new incarnation releases what the old one had placed."""
+        replaced = self._gateways.report(report)
+        if replaced is not None:
+            self._load.release_gateway(*replaced)
+        self._records.push(report.records)
+        return self._placer.view()
+
+    # -- workers ------------------------------------------------------------------------------------------------------
+
+    async def join(
+        self, registration: WorkerRegistration, messages: AsyncIterator[WorkerRegistration | WorkerLoad]
+    ) -> AsyncIterator[WorkerCommand]:
+        """One worker's stream, from its registration until either side ends it. Raises StaleIncarnation."""
+        commands: Commands = asyncio.Queue()
+        stream = _WorkerStream(self._join(registration, commands))
+        reader = self._tasks.spawn(self._read(stream, messages, commands), name=f"worker-{registration.worker_id}")
+        try:
+            while (command := await commands.get()) is not None:
+                if isinstance(command, ServingError):
+                    raise command
+                yield command
+        finally:
+            reader.cancel()
+            self._registry.part(stream.membership)
+            self._after_change()
+
+    async def _read(
+        self,
+        stream: "_WorkerStream",
+        messages: AsyncIterator[WorkerRegistration | WorkerLoad],
+        commands: Commands,
+    ) -> None:
+        """Take in a worker's messages; its last word, or a mistake of it, ends the stream through ``commands``."""
+        try:
+            async for message in messages:
+                if isinstance(message, WorkerRegistration):
+                    stream.membership = self._join(message, commands)
+                elif not self._registry.heartbeat(stream.membership, message):
+                    reason = "the router does not know this worker any more"
+                    commands.put_nowait(WorkerCommand(kind=CommandKind.REREGISTER, reason=reason))
+                self._after_change()
+        except ServingError as error:
+            commands.put_nowait(error)
+        finally:
+            commands.put_nowait(None)
+
+    def _join(self, registration: WorkerRegistration, commands: Commands) -> Membership:
+        membership = self._registry.join(registration, commands)
+        self._metrics.incarnations.labels(registration.model.name, registration.role).inc()
+        self._after_change()
+        return membership
+
+    # -- operators ----------------------------------------------------------------------------------------------------
+
+    async def status(self) -> ClusterStatus:
+        return self._admin.status(
+            http_address=self.http_address, num_placements=len(self._load), num_waiting=len(self._room)
+        )
+
+    async def drain(self, worker_id: str, reason: str) -> None:
+        self._admin.drain(worker_id, reason)
+        self._after_change()
+
+    async def scale(self, pools: tuple[PoolSize, ...]) -> tuple[PoolSize, ...]:
+        sizes = self._pools.scale(pools)
+        log.info("scaled", extra={"pools": {f"{pool.model}/{pool.role}": pool.replicas for pool in sizes}})
+        self._room.wake()
+        return sizes
+
+    def watch_pools(self) -> AsyncIterator[tuple[PoolSize, ...]]:
+        return self._pools.watch()
+
+    async def find_records(self, request_id: str, limit: int) -> tuple[RequestRecord, ...]:
+        return self._records.find(request_id, limit)
+
+    # -- time ---------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to keep time. Needs the running event loop."""
+        self._tasks.spawn(self._keep_time(), name="sweep")
+
+    async def close(self) -> None:
+        await self._tasks.close()
+
+    def sweep(self) -> None:
+        """Judge silence, forget what is over, wake who waits. Called every ``SWEEP_S`` and by tests."""
+        for gateway in self._gateways.sweep():
+            released = self._load.release_gateway(*gateway)
+            log.warning("gateway lost", extra={"gateway": gateway[0], "released_placements": released})
+        workers = self._registry.workers()
+        self._load.expire((w.registration.worker_id, w.registration.incarnation) for w in workers)
+        self._after_change()
+        self._room.expire()
+        self._metrics.show_workers(workers)
+        self._metrics.gateways.set(len(self._gateways.statuses()))
+        self._metrics.open_placements.set(len(self._load))
+        self._metrics.waiting.set(len(self._room))
+
+    async def _keep_time(self) -> None:
+        while True:
+            self.sweep()
+            await asyncio.sleep(SWEEP_S)
+
+    def _after_change(self) -> None:
+        """Report what changed state and, if anything did, let those who wait try again."""
+        changes = self._registry.sweep()
+        for change in changes:
+            if change.after is not None:
+                self._metrics.transitions.labels(change.after).inc()
+            log.info(
+                "worker state",
+                extra={
+                    "worker": change.worker_id,
+                    "incarnation": format_incarnation(change.incarnation),
+                    "before": change.before or "",
+                    "after": change.after or "gone",
+                },
+            )
+        if changes:
+            self._room.wake()
+
+
+class _WorkerStream:
+    """The membership that a stream speaks for: a re-registration on the same stream replaces it."""
+
+    __slots__ = ("membership",)
+
+    def __init__(self, membership: Membership) -> None:
+        self.membership = membership

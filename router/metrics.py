@@ -1,0 +1,57 @@
+"""What the router counts. One set for each router, in its own registry."""
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from core.telemetry import METRIC_PREFIX
+from core.types import Role, WorkerState, WorkerStatus
+
+_WAIT_BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.5, 1, 2, 5, 10, 30, 60)
+
+
+class RouterMetrics:
+    """Names and labels are listed in docs/operations; series of known pools exist from the start, at zero."""
+
+    def __init__(self, registry: CollectorRegistry, pools: Iterable[tuple[str, Role]]) -> None:
+        def name(text: str) -> str:
+            return f"{METRIC_PREFIX}_router_{text}"
+
+        self.placements = Counter(name("placements"), "Requests placed", ["model", "mode", "reason"], registry=registry)
+        self.refusals = Counter(
+            name("refusals"), "Requests not placed, by error slug", ["model", "reason"], registry=registry
+        )
+        self.ended = Counter(
+            name("placements_ended"), "Placements whose end was reported, by outcome", ["outcome"], registry=registry
+        )
+        self.wait_s = Histogram(
+            name("placement_wait_seconds"), "Time until placed or refused", buckets=_WAIT_BUCKETS, registry=registry
+        )
+        self.waiting = Gauge(name("waiting_requests"), "Requests waiting for a worker", registry=registry)
+        self.open_placements = Gauge(
+            name("open_placements"), "Placements whose end was not reported yet", registry=registry
+        )
+        self.incarnations = Counter(
+            name("worker_incarnations"), "Worker incarnations that joined", ["model", "role"], registry=registry
+        )
+        self.transitions = Counter(
+            name("worker_transitions"), "Changes of a worker's state as judged", ["to"], registry=registry
+        )
+        self.workers = Gauge(
+            name("workers"), "Workers by state as judged", ["model", "role", "state"], registry=registry
+        )
+        self.gateways = Gauge(name("gateways"), "Gateways that report", registry=registry)
+        self._pools = set(pools)
+        for model, role in self._pools:
+            self.incarnations.labels(model, role)
+
+    def show_workers(self, workers: Iterable[WorkerStatus]) -> None:
+        """Set the gauge of workers; states and pools without workers are zero."""
+        counts: dict[tuple[str, Role, WorkerState], int] = {}
+        for worker in workers:
+            pool = (worker.registration.model.name, worker.registration.role)
+            self._pools.add(pool)
+            counts[*pool, worker.state] = counts.get((*pool, worker.state), 0) + 1
+        for model, role in self._pools:
+            for state in WorkerState:
+                self.workers.labels(model, role, state).set(counts.get((model, role, state), 0))

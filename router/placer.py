@@ -1,0 +1,77 @@
+"""Places one request on the cell as it is now: snapshot, policy, reservation. Never waits."""
+
+from core.errors import ModelNotFound
+from core.ids import new_handoff_id, new_placement_id
+from core.types import (
+    ClusterView,
+    ModelRecord,
+    Placement,
+    PlaceRequest,
+    WorkerState,
+)
+from router.load import LoadBook
+from router.policy import PolicySettings, Shortfall, Snapshot, decide, lack_of_path
+from router.pools import PoolBook
+from router.registry import Registry
+
+
+class Placer:
+    """The shell around the pure policy."""
+
+    def __init__(self, *, registry: Registry, load: LoadBook, pools: PoolBook, settings: PolicySettings) -> None:
+        self._registry = registry
+        self._load = load
+        self._pools = pools
+        self._settings = settings
+
+    def snapshot(self) -> Snapshot:
+        """Everything the policy may know now."""
+        workers = self._registry.workers()
+        wanted = {(pool.model, pool.role) for pool in self._pools.sizes() if pool.replicas > 0}
+        present = {(w.registration.model.name, w.registration.role) for w in workers if w.state is not WorkerState.LOST}
+        return Snapshot(candidates=self._load.candidates(workers), pools=frozenset(wanted | present))
+
+    def place_now(self, request: PlaceRequest) -> Placement | Shortfall:
+        """A placement with its reservation made, or what is missing. Raises ModelNotFound."""
+        self.check_model(request.model)
+        choice = decide(request, self.snapshot(), self._settings)
+        if isinstance(choice, Shortfall):
+            return choice
+        path = choice.path
+        placement = Placement(
+            placement_id=new_placement_id(),
+            handoff_id=new_handoff_id(),
+            mode=path.mode,
+            decode=path.decode.address,
+            prefill=path.prefill.address if path.prefill is not None else None,
+            prediction=choice.prediction,
+            runner_up=str(choice.runner_up) if choice.runner_up is not None else "",
+            reason=choice.reason,
+        )
+        self._load.reserve(placement.placement_id, request, path)
+        return placement
+
+    def check_model(self, name: str) -> None:
+        """A model is known when it is configured (its workers may still come) or when a worker serves it."""
+        known = self.model_names()
+        if name not in known:
+            raise ModelNotFound(
+                f"model {name!r} is not served here; served: {', '.join(known) or 'none'}", param="model"
+            )
+
+    def model_names(self) -> list[str]:
+        """Configured models in their order, then those that only workers know."""
+        configured = dict.fromkeys(pool.model for pool in self._pools.sizes())
+        return list(configured | dict.fromkeys(record.name for record in self._registry.models()))
+
+    def view(self) -> ClusterView:
+        """What gateways need to know: the models' records, and whether each has a path now."""
+        snapshot = self.snapshot()
+        usable = []
+        for name in self.model_names():
+            reason = lack_of_path(name, snapshot, self._settings)
+            usable.append((name, reason == "", reason))
+        return ClusterView(models=self.models(), usable=tuple(usable))
+
+    def models(self) -> tuple[ModelRecord, ...]:
+        return self._registry.models()
