@@ -1,0 +1,174 @@
+"""The two legs of one attempt, running in parallel and reporting into one mailbox.
+
+    admit:    asked --> accepted --> settled (D ended the choice by itself)
+    prefill:  asked --> answered
+
+An attempt that D did not settle is aborted at both workers, whatever ended it.
+The deadline is an event like any other, so the reader waits in one place only.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+
+from core import types as t
+from core.errors import DeadlineExceeded, ServingError, WorkerLost
+from core.ids import Incarnation, WorkerId
+from core.tasks import TaskScope
+from gateway.ports import ClientFactory, PrefillPort
+from gateway.token_streams import Mailbox, TokenStreams
+
+log = logging.getLogger(__name__)
+
+MAX_PREFILL_CLIENTS = 256
+RequestMaker = Callable[[], t.GenerateRequest]
+"""The request as of now: durations in it shrink while it waits."""
+
+
+class Peers:
+    """Clients to the workers, shared by all requests of this gateway."""
+
+    def __init__(self, clients: ClientFactory, streams: TokenStreams) -> None:
+        self.streams = streams
+        self._clients = clients
+        self._prefill: dict[tuple[WorkerId, Incarnation], PrefillPort] = {}
+        self._scope = TaskScope("peers")
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def prefill(self, worker: t.WorkerAddress) -> PrefillPort:
+        key = (worker.worker_id, worker.incarnation)
+        client = self._prefill.get(key)
+        if client is None:
+            self._forget_predecessors(worker)
+            client = self._prefill[key] = self._clients.prefill(worker)
+        return client
+
+    def _forget_predecessors(self, worker: t.WorkerAddress) -> None:
+        old = [key for key in self._prefill if key[0] == worker.worker_id]
+        if len(self._prefill) >= MAX_PREFILL_CLIENTS:
+            old.append(next(iter(self._prefill)))
+        for key in dict.fromkeys(old):
+            self._scope.spawn(self._prefill.pop(key).close(), name=f"close-{key[0]}")
+
+    def spawn(self, work: Coroutine[object, object, None], *, name: str) -> None:
+        """Runs what must outlive a request (aborts, reports), owned here."""
+        task = self._scope.spawn(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Lets the aborts and reports under way finish."""
+        if self._tasks:
+            _, pending = await asyncio.wait(self._tasks, timeout=timeout_s)
+            if pending:
+                log.warning("aborts unfinished at stop", extra={"num_tasks": len(pending)})
+
+    async def close(self) -> None:
+        await self._scope.close()
+        await self.streams.close()
+        for client in self._prefill.values():
+            await client.close()
+        self._prefill.clear()
+
+
+class Legs:
+    """One attempt's calls. Use `open_legs`."""
+
+    def __init__(self, peers: Peers, placement: t.Placement, make_request: RequestMaker) -> None:
+        self._peers = peers
+        self._placement = placement
+        self._make_request = make_request
+        request = make_request()
+        self._request_id, self._attempt = request.request_id, request.attempt
+        self._mailbox = Mailbox()
+        self._scope = TaskScope(f"attempt-{self._request_id}-{self._attempt}")
+        self._link = peers.streams.link(placement.decode)
+        self._link.subscribe(self._request_id, self._attempt, self._mailbox)
+        self._scope.spawn(self._report(self._admit(), placement.decode), name="admit")
+        if placement.prefill is not None:
+            self._scope.spawn(self._report(self._prefill(placement.prefill), placement.prefill), name="prefill")
+        self._deadline = asyncio.get_running_loop().call_later(
+            max(request.deadline_s, 0.0), self._mailbox.put, DeadlineExceeded("the request's deadline has passed")
+        )
+        self.is_settled_by_decode = False
+
+    async def next_event(self) -> t.TokenChunk | t.AttemptAccepted | t.AdmitReply | t.PrefillReply:
+        """What happened next. Raises the typed error that ended a leg, or DeadlineExceeded."""
+        event = await self._mailbox.get()
+        if isinstance(event, ServingError):
+            raise event
+        return event
+
+    async def close(self, reason: str) -> None:
+        """Ends the attempt: nothing is delivered any more, and unfinished work is aborted at both workers."""
+        self._deadline.cancel()
+        self._link.unsubscribe(self._request_id, self._attempt)
+        if not self.is_settled_by_decode:
+            abort = t.AbortRequest(request_id=self._request_id, attempt=self._attempt, reason=reason)
+            self._peers.spawn(_abort(self._link.client.abort, abort), name=f"abort-decode-{self._request_id}")
+            if self._placement.prefill is not None:
+                client = self._peers.prefill(self._placement.prefill)
+                self._peers.spawn(_abort(client.abort, abort), name=f"abort-prefill-{self._request_id}")
+        await self._scope.close()
+
+    async def _admit(self) -> t.AdmitReply:
+        await self._link.ready()
+        return await self._link.client.admit(
+            t.AdmitRequest(
+                request=self._make_request(),
+                handoff_id=self._placement.handoff_id,
+                mode=self._placement.mode,
+                worker_incarnation=self._placement.decode.incarnation,
+                prefill=self._placement.prefill,
+                ticket=self._placement.ticket,
+            )
+        )
+
+    async def _prefill(self, worker: t.WorkerAddress) -> t.PrefillReply:
+        return await self._peers.prefill(worker).prefill(
+            t.PrefillRequest(
+                request=self._make_request(),
+                handoff_id=self._placement.handoff_id,
+                worker_incarnation=worker.incarnation,
+                decode=self._placement.decode,
+            )
+        )
+
+    async def _report(
+        self, call: Coroutine[object, object, t.AdmitReply | t.PrefillReply], worker: t.WorkerAddress
+    ) -> None:
+        try:
+            self._mailbox.put(await call)
+        except ServingError as error:
+            if isinstance(error, DeadlineExceeded) and self._make_request().deadline_s > 0:
+                # The call's own limit, not the request's: a worker that does not answer is lost to this attempt.
+                error = WorkerLost(error.message)
+            if error.worker_id is None:
+                error.worker_id = worker.worker_id
+            self._mailbox.put(error)
+
+
+@asynccontextmanager
+async def open_legs(peers: Peers, placement: t.Placement, make_request: RequestMaker) -> AsyncIterator[Legs]:
+    """The legs of one attempt; leaving the block, however it happens, ends them at both workers."""
+    legs = Legs(peers, placement, make_request)
+    reason = "cancelled"
+    try:
+        yield legs
+        reason = "finished"
+    except ServingError as error:
+        reason = error.slug
+        raise
+    finally:
+        await legs.close(reason)
+
+
+async def _abort(
+    abort: Callable[[t.AbortRequest], Coroutine[object, object, t.AbortReply]], request: t.AbortRequest
+) -> None:
+    try:
+        await abort(request)
+    except ServingError as error:
+        # The worker's own timers and the loss of our stream end the attempt there; nothing waits for this.
+        log.debug("abort failed", extra={"request_id": request.request_id, "slug": error.slug})

@@ -1,0 +1,162 @@
+"""The story of a request: place it, read the prompt at P while D makes room, stream D's tokens, retry what fails.
+
+    placing --placed--> running --finish--> done
+       ^                   |  \\--RequestError, DeadlineExceeded, no attempt left--> failed
+       '---re-placed-------'            (in every state: cancelled; both legs are aborted)
+
+Every request ends in one finish reason or one typed error, before its deadline. Tokens are *accepted* once, in order,
+by index; an accepted token is never taken back, so a retry continues behind it (design.md 3). `recovery` is read here
+and nowhere else.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from core import types as t
+from core.errors import Blame, Cancelled, NoWorker, Recovery, ServingError, WorkerLost
+from core.ids import WorkerId
+from gateway.legs import Peers, open_legs
+from gateway.ports import RouterPort
+from gateway.run import Run
+from gateway.text import TextDelta
+
+log = logging.getLogger(__name__)
+
+ROUTER_PATIENCE_S = 5.0
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineLimits:
+    max_attempts: int
+    capacity_patience_s: float
+    """How long a request is placed again because workers refuse it for lack of room."""
+
+
+class Pipeline:
+    """Drives requests. One for each gateway process; `generate` may run many times at once."""
+
+    def __init__(
+        self, router: RouterPort, peers: Peers, limits: PipelineLimits, on_end: Callable[[Run], None] = lambda run: None
+    ) -> None:
+        self._router = router
+        self._peers = peers
+        self._limits = limits
+        self._on_end = on_end
+
+    async def generate(self, run: Run) -> AsyncGenerator[TextDelta, None]:
+        """The answer as it grows; the last delta has the finish reason. Raises one typed error if there is none.
+
+        Close it (or cancel the task that reads it) to cancel the request. Use under `contextlib.aclosing`.
+        """
+        try:
+            while run.finish_reason is None:
+                try:
+                    async with aclosing(self._attempt(run)) as deltas:
+                        async for delta in deltas:
+                            yield delta
+                except ServingError as error:
+                    await asyncio.sleep(self._recover(run, error))
+            run.end(run.finish_reason)
+        except ServingError as error:
+            run.end(error.slug)
+            raise
+        finally:
+            run.end(Cancelled.slug)  # has no effect on a run that ended above
+            self._on_end(run)
+
+    async def _attempt(self, run: Run) -> AsyncGenerator[TextDelta, None]:
+        placement = await self._place(run)
+        outcome, blamed = Cancelled.slug, None
+        try:
+            async with open_legs(self._peers, placement, run.current_request) as legs:
+                while True:
+                    delta = run.take(await legs.next_event())
+                    if run.finish_reason is not None:
+                        legs.is_settled_by_decode = run.is_ended_by_decode
+                        break
+                    if delta is not None:
+                        yield delta
+            outcome = "ok"
+            if delta is not None:  # sent after the legs are told to end: a slow client holds no blocks
+                yield delta
+        except ServingError as error:
+            outcome, blamed = error.slug, error.worker_id
+            raise
+        finally:
+            end = t.PlacementEnd(
+                placement_id=placement.placement_id,
+                request_id=run.request.request_id,
+                attempt=run.attempt,
+                outcome=outcome,
+                blamed_worker=None if blamed is None else WorkerId(blamed),
+            )
+            self._peers.spawn(self._end_placement(end), name="end-placement")
+
+    async def _place(self, run: Run) -> t.Placement:
+        """A placement from the router, which may be restarting: its absence is borne for a while."""
+        patience_ends_s = run.stages.elapsed_s() + ROUTER_PATIENCE_S
+        backoff_s = FIRST_BACKOFF_S
+        run.begin_attempt()
+        while True:
+            try:
+                placement = await self._router.place(run.place_request())
+            except WorkerLost:
+                if run.remaining_s() <= 0 or run.stages.elapsed_s() > patience_ends_s:
+                    raise NoWorker("the router is not reachable; try again in a moment") from None
+            else:
+                run.begin(placement)
+                return placement
+            await asyncio.sleep(min(backoff_s, max(run.remaining_s(), 0.0)))
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    def _recover(self, run: Run, error: ServingError) -> float:
+        """Seconds to wait before the next attempt, or raises the error when there is none."""
+        # A worker may cancel an attempt for reasons of its own (it lost us for a moment); our client did not.
+        recovery = Recovery.REPLACE if isinstance(error, Cancelled) else error.recovery
+        placement = run.placement
+        if placement is None or recovery is Recovery.NONE or run.remaining_s() <= 0:
+            raise error
+        run.stages.mark("retry")
+        log.info(
+            "attempt failed",
+            extra={
+                "request_id": run.request.request_id,
+                "attempt": run.attempt,
+                "slug": error.slug,
+                "worker": error.worker_id,
+                "reason": error.message,
+                "num_accepted": len(run.accepted),
+            },
+        )
+        if recovery is Recovery.LATER:
+            run.num_refused += 1
+            if run.refused_for_s() > self._limits.capacity_patience_s:
+                raise error
+            num_waits = run.num_refused
+        else:
+            run.num_failed += 1
+            if run.num_failed >= self._limits.max_attempts:
+                raise error
+            self._avoid(run, placement, error)
+            num_waits = run.num_failed - 1
+        backoff_s = 0.0 if num_waits == 0 else min(FIRST_BACKOFF_S * 2 ** min(num_waits - 1, 10), MAX_BACKOFF_S)
+        return min(backoff_s, run.remaining_s())
+
+    def _avoid(self, run: Run, placement: t.Placement, error: ServingError) -> None:
+        prefill, decode = placement.prefill, placement.decode
+        if error.blame is Blame.PAIR and prefill is not None:
+            run.excluded_pairs.append((prefill.worker_id, decode.worker_id))
+        elif error.blame is not Blame.NONE:
+            for worker in (prefill, decode):
+                if worker is not None and worker.worker_id == error.worker_id:
+                    run.excluded_workers.append((worker.worker_id, worker.incarnation))
+
+    async def _end_placement(self, end: t.PlacementEnd) -> None:
+        try:
+            await self._router.end_placement(end)
+        except ServingError as error:
+            log.debug("end of placement not reported", extra={"slug": error.slug})  # its estimates expire there

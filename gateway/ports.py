@@ -1,0 +1,45 @@
+"""What the gateway needs of the rest of the cluster. `rpc` provides it; tests script it."""
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from core import types as t
+from core.ids import GatewayId, Incarnation
+from rpc.clients import DecodeClient, PrefillClient
+
+
+class RouterPort(Protocol):
+    async def place(self, request: t.PlaceRequest) -> t.Placement: ...
+    async def end_placement(self, end: t.PlacementEnd) -> None: ...
+    async def report_gateway(self, report: t.GatewayReport) -> t.ClusterView: ...
+    async def close(self) -> None: ...
+
+
+class PrefillPort(Protocol):
+    async def prefill(self, request: t.PrefillRequest) -> t.PrefillReply: ...
+    async def abort(self, request: t.AbortRequest) -> t.AbortReply: ...
+    async def close(self) -> None: ...
+
+
+class DecodePort(Protocol):
+    async def admit(self, request: t.AdmitRequest) -> t.AdmitReply: ...
+    async def abort(self, request: t.AbortRequest) -> t.AbortReply: ...
+    def outputs(self, gateway_id: GatewayId, gateway_incarnation: Incarnation) -> AsyncIterator[t.StepOutputs]: ...
+    async def close(self) -> None: ...
+
+
+class ClientFactory(Protocol):
+    """Makes clients to worker incarnations. Making one does no I/O."""
+
+    def prefill(self, worker: t.WorkerAddress) -> PrefillPort: ...
+    def decode(self, worker: t.WorkerAddress) -> DecodePort: ...
+
+
+class RpcClients:
+    """The real factory."""
+
+    def prefill(self, worker: t.WorkerAddress) -> PrefillPort:
+        return PrefillClient(worker)
+
+    def decode(self, worker: t.WorkerAddress) -> DecodePort:
+        return DecodeClient(worker)

@@ -1,0 +1,53 @@
+"""Where a request's time went, seen from the gateway.
+
+The clock is cut at gateway events, so the stages partition the request's life and sum to it. What a worker measured
+inside one interval may divide that interval; only the remainder, `network`, is a difference.
+
+    prepare | place | queue + prefill + network | admit | transfer | decode
+
+`retry` is the unfinished interval of an attempt that failed; `lost` the last one of a request that did.
+"""
+
+from collections.abc import Sequence
+
+from core.clock import Clock
+
+
+class StageClock:
+    """Progress of one request's time. Starts when made."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._started = self._last = clock.now()
+        self._stages: dict[str, float] = {}
+
+    def elapsed_s(self) -> float:
+        return self._clock.now() - self._started
+
+    def mark(self, stage: str) -> float:
+        """The time since the last mark was `stage`. Returns it."""
+        now = self._clock.now()
+        passed, self._last = now - self._last, now
+        self._stages[stage] = self._stages.get(stage, 0.0) + passed
+        return passed
+
+    def divide(self, stage: str, parts: Sequence[tuple[str, float]]) -> None:
+        """Divides a marked stage by what a worker measured in it; the remainder is `network`.
+
+        Parts that claim more than the stage lasted (clocks of two processes) are cut, first come first served.
+        """
+        if stage not in self._stages:
+            return
+        rest = self._stages.pop(stage)
+        for name, seconds in parts:
+            part = min(max(seconds, 0.0), rest)
+            rest -= part
+            self._stages[name] = self._stages.get(name, 0.0) + part
+        self._stages["network"] = self._stages.get("network", 0.0) + rest
+
+    def stages(self) -> tuple[tuple[str, float], ...]:
+        return tuple(self._stages.items())
+
+    def total_s(self) -> float:
+        """From the start to the last mark: the sum of the stages."""
+        return self._last - self._started
