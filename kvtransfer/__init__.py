@@ -1,0 +1,19 @@
+"""Moves KV blocks between two workers' memories, and never lets a wrong, stale or half-written block through.
+
+Where things live::
+
+    memory     our own registered memory: 64-byte aligned buffers, the scratch cells that slot reads land in
+    layout     which two workers fit together (format, geometry), names and units of regions
+    plan       block pairs -> sorted, merged copies in chunks; pure
+    digest     wsum64 / crc32 per (block, kv head); pure
+    slot       the 64 bytes of a lease slot: how they are written at P and read at D
+    lease      P side: who may read which blocks until when
+    custody    D side: blocks that an operation may still write to
+    validate   D side: accept what was read, or say why not
+    session    D side: one fetch as a sans-I/O state machine
+    peers      at most one usable incarnation of each worker
+    transfer_thread   the one thread that owns a backend
+    backends/  what really moves the bytes: inproc (tests), nixl
+
+The control messages are frozen dataclasses of ``core.handoff``; carrying them is the workers' job.
+"""

@@ -1,0 +1,19 @@
+"""What really moves bytes. ``create_backend`` is the one place that knows the names."""
+
+from core.errors import ConfigError
+from kvtransfer.backends.base import Backend
+from kvtransfer.backends.inproc import Fabric
+
+
+def create_backend(name: str, *, fabric: Fabric | None = None) -> Backend:
+    """The backend of ``transfer.backend``. Raises ConfigError for an unknown name or one that cannot be used here."""
+    if name == "nixl":
+        # Imported on use: loading the libraries takes 0.1 s and reads the environment.
+        from kvtransfer.backends.nixl import NixlBackend
+
+        return NixlBackend()
+    if name == "inproc":
+        if fabric is None:
+            raise ConfigError("transfer.backend: 'inproc' moves KV inside one process only; use 'nixl'")
+        return fabric.backend()
+    raise ConfigError(f"transfer.backend: {name!r} is unknown; use 'nixl'")

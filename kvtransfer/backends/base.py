@@ -1,0 +1,125 @@
+"""The contract of a transfer backend. One thread uses it, after ``open``.
+
+What every backend must hold (tests/contract/test_transfer_backends.py runs on all):
+
+- ``poll`` never raises; FAILED and DONE are terminal, and from then on no byte of the operation's target changes any
+  more.
+- A peer known to be dead makes every operation on its link FAILED with ``PEER_LOST``.
+- Addresses are used only inside the regions that both sides declared; anything else raises LayoutMismatch and posts
+  nothing.
+- A link belongs to one incarnation. ``disconnect`` refuses while operations are pending: giving a handle up does not
+  stop the bytes.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from core.errors import LayoutMismatch
+from core.handoff import HandoffOutcome, LinkInfo, PeerInfo
+from core.ids import Incarnation, WorkerId, format_incarnation
+from kvtransfer.layout import Region, region_of
+from kvtransfer.plan import Copy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    worker_id: WorkerId
+    incarnation: Incarnation
+
+    @property
+    def agent_name(self) -> str:
+        """Unique for each start of a process: a backend must never meet a new process under an old name."""
+        return f"{self.worker_id}-{format_incarnation(self.incarnation)}"
+
+
+class OpState(Enum):
+    PENDING = "pending"
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class OpStatus:
+    """``cause`` (PEER_LOST or BACKEND_FAILED) and ``detail`` are given with FAILED only."""
+
+    state: OpState
+    cause: HandoffOutcome | None = None
+    detail: str = ""
+
+
+PENDING = OpStatus(OpState.PENDING)
+DONE = OpStatus(OpState.DONE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Copies that are posted as one operation: READ from the peer's region into ours."""
+
+    remote_region: str
+    local_region: str
+    copies: tuple[Copy, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(copy.num_bytes for copy in self.copies)
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """A connection to one incarnation. Backends extend it; others read it only."""
+
+    peer: PeerInfo
+    num_pending: int = 0
+    is_dead: bool = False
+    """Known by poll: the peer's process is gone."""
+
+
+@dataclass(slots=True, eq=False)
+class Op:
+    """One posted operation. Backends extend it; ``status`` is that of the last poll."""
+
+    link: Link
+    status: OpStatus = field(default=PENDING)
+
+
+class Backend(Protocol):
+    @property
+    def name(self) -> str:
+        """As in config, metrics and ``LinkInfo.backend``."""
+
+    def open(self, identity: Identity, regions: tuple[Region, ...]) -> LinkInfo:
+        """Register memory; returns what peers need. Raises BackendFailed. Memory stays valid until after ``close``."""
+
+    def connect(self, peer: PeerInfo) -> Link:
+        """Idempotent for each incarnation. Raises BackendFailed or LayoutMismatch."""
+
+    def post(self, link: Link, batch: Batch) -> Op:
+        """Start a READ. May copy synchronously. Raises LayoutMismatch only; every other fault is a FAILED
+        operation."""
+
+    def poll(self, op: Op) -> OpStatus:
+        """Observe one operation. Never raises, also after it was terminal."""
+
+    def disconnect(self, link: Link) -> None:
+        """Forget the peer. Raises RuntimeError while operations are pending. Idempotent."""
+
+    def close(self) -> bool:
+        """Destroy everything; afterwards every operation is quiet. False if some were still pending. Idempotent."""
+
+
+def check_bounds(batch: Batch, *, peer: PeerInfo, local: dict[str, Region]) -> None:
+    """Raises LayoutMismatch unless every copy lies inside the regions that both sides declared."""
+    if batch.local_region not in local:
+        raise LayoutMismatch(f"no local region {batch.local_region!r}")
+    local_bytes = local[batch.local_region].memory.num_bytes
+    _, remote_bytes = region_of(peer, batch.remote_region)
+    for remote_offset, local_offset, num_bytes in batch.copies:
+        if num_bytes <= 0 or remote_offset < 0 or local_offset < 0:
+            raise LayoutMismatch(f"malformed copy of {num_bytes} bytes from {remote_offset} to {local_offset}")
+        if remote_offset + num_bytes > remote_bytes:
+            raise LayoutMismatch(
+                f"copy leaves {peer.worker_id}'s region {batch.remote_region!r} of {remote_bytes} bytes"
+            )
+        if local_offset + num_bytes > local_bytes:
+            raise LayoutMismatch(f"copy leaves the local region {batch.local_region!r} of {local_bytes} bytes")

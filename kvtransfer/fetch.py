@@ -1,0 +1,118 @@
+"""What a fetch is asked and what it answers."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeVar
+
+from core.errors import (
+    BackendFailed,
+    Cancelled,
+    DigestMismatch,
+    LayoutMismatch,
+    OutOfBlocks,
+    PeerLost,
+    ServingError,
+    StaleLease,
+    TransferStalled,
+)
+from core.handoff import HandoffOutcome, LeaseRef
+
+T = TypeVar("T")
+
+_ERRORS: dict[HandoffOutcome, type[ServingError]] = {
+    HandoffOutcome.STALE_LEASE: StaleLease,
+    HandoffOutcome.DIGEST_MISMATCH: DigestMismatch,
+    HandoffOutcome.PEER_LOST: PeerLost,
+    HandoffOutcome.STALLED: TransferStalled,
+    HandoffOutcome.ABORTED: Cancelled,
+    HandoffOutcome.INCOMPATIBLE: LayoutMismatch,
+    HandoffOutcome.NO_CAPACITY: OutOfBlocks,
+    HandoffOutcome.BACKEND_FAILED: BackendFailed,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchRequest:
+    """READ ``remote_blocks[i]`` of the peer into ``local_blocks[i]``, then the lease slot."""
+
+    transfer_id: int
+    """Unique in this process."""
+    remote_blocks: tuple[int, ...]
+    local_blocks: tuple[int, ...]
+    lease: LeaseRef
+    slot: int
+    deadline_s: float
+    """From now; a fetch that is not over by then is ABORTED."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchTimes:
+    """Seconds. ``post_s`` lies within ``wire_s``: on one machine posting *is* the copy."""
+
+    queue_s: float = 0.0
+    """Until the first operation was posted."""
+    post_s: float = 0.0
+    """Spent in posting calls, of all operations."""
+    wire_s: float = 0.0
+    """From the first post to the arrival of the last chunk."""
+    slot_s: float = 0.0
+    """The slot read."""
+    total_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchResult:
+    """``OK`` means: all data arrived, and then the slot still showed the granted lease and epoch. Digests are yet to
+    be checked (:func:`kvtransfer.validate.check_read`)."""
+
+    transfer_id: int
+    outcome: HandoffOutcome
+    detail: str
+    backend: str
+    num_bytes: int
+    """That arrived, also when the outcome is not OK."""
+    num_copies: int
+    snapshot: bytes | None
+    """The slot as read after the data was complete; None when it never was."""
+    is_data_complete: bool
+    """Every block arrived. With PEER_LOST and equal digests the data may be used (design.md 4)."""
+    times: FetchTimes
+
+    def error(self) -> ServingError | None:
+        """The typed error of the outcome; None for OK."""
+        return None if self.outcome is HandoffOutcome.OK else error_of(self.outcome, self.detail)
+
+
+def error_of(outcome: HandoffOutcome, detail: str) -> ServingError:
+    """The typed error of an outcome other than OK."""
+    return _ERRORS[outcome](detail or outcome.value)
+
+
+class Transfer:
+    """A fetch under way. Both futures always end, and cannot be cancelled from outside: use :meth:`abandon`."""
+
+    def __init__(self, transfer_id: int) -> None:
+        self.transfer_id = transfer_id
+        self.result: Future[FetchResult] = pinned_future()
+        """Never raises: the outcome is in the value."""
+        self.quiet: Future[None] = pinned_future()
+        """No operation can touch the local blocks any more; custody has ended."""
+        self._abandon: Callable[[], object] | None = None
+
+    def on_abandon(self, callback: Callable[[], object]) -> None:
+        """For the transfer thread: how it is told."""
+        self._abandon = callback
+
+    def abandon(self) -> None:
+        """Nobody wants the result (any thread, idempotent). ``result`` ends soon, ``quiet`` when it is true."""
+        if self._abandon is not None:
+            self._abandon()
+
+
+def pinned_future() -> "Future[T]":
+    """A future that a waiter cannot cancel: asyncio passes the cancellation of a wrapped future on, ours must go
+    on."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+    return future

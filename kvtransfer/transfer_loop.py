@@ -1,0 +1,339 @@
+"""What the transfer thread does, without the thread: sessions and links over one backend, one ``turn`` at a time.
+
+Used by one thread; a test drives ``turn`` itself. Result and quiet of a fetch, and the link of a connect, are futures
+that end however the loop ends: ``shut_down`` destroys the backend and resolves what is left.
+"""
+
+import time
+from collections import Counter, deque
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from core.clock import Clock
+from core.errors import LayoutMismatch, PeerLost, ServingError
+from core.handoff import HandoffOutcome, PeerInfo
+from core.ids import Incarnation, WorkerId
+from kvtransfer.backends.base import Backend, Batch, Link, Op, OpState
+from kvtransfer.custody import Custody
+from kvtransfer.fetch import FetchResult, FetchTimes, Transfer, error_of
+from kvtransfer.memory import CELL_BYTES, REGION_KV, REGION_SCRATCH, REGION_SLOTS, Scratch
+from kvtransfer.peers import Peers
+from kvtransfer.plan import Copy, Plan
+from kvtransfer.session import (
+    SLOT_READ,
+    Abort,
+    BackendClosed,
+    Done,
+    Effect,
+    Event,
+    Failed,
+    Finish,
+    Phase,
+    Post,
+    Quiet,
+    Session,
+    SlotRead,
+    Start,
+    Tick,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferStats:
+    """Counters are totals since start; probes of new links are not transfers."""
+
+    backend: str
+    num_active: int
+    num_links: int
+    num_retired_links: int
+    bytes_received: int
+    transfers: tuple[tuple[HandoffOutcome, int], ...]
+    connects: int
+    connects_failed: int
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """A session, its link and its operations. ``transfer`` is None for the probe of a new link."""
+
+    session: Session
+    link: Link
+    plan: Plan
+    slot: int
+    transfer: Transfer | None
+    ops: dict[int, Op] = field(default_factory=dict)
+    cell: int | None = None
+    post_s: float = 0.0
+    num_bytes: int = 0
+
+
+_NO_PLAN = Plan(chunks=(), num_bytes=0, num_copies=0)
+
+
+class TransferLoop:
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        scratch: Scratch,
+        custody: Custody,
+        clock: Clock,
+        stall_s: float,
+        handshake_s: float,
+    ) -> None:
+        self._backend = backend
+        self._scratch = scratch
+        self._custody = custody
+        self._clock = clock
+        self._stall_s = stall_s
+        self._handshake_s = handshake_s
+        self._peers = Peers()
+        self._connecting: dict[tuple[WorkerId, Incarnation], list[Future[Link]]] = {}
+        self._waiting: deque[Work] = deque()
+        self._active: list[Work] = []
+        self._bytes_received = 0
+        self._outcomes: Counter[HandoffOutcome] = Counter()
+        self._connects = 0
+        self._connects_failed = 0
+
+    # -- commands -----------------------------------------------------------------------------------------------------
+
+    def connect(self, peer: PeerInfo, future: Future[Link]) -> None:
+        """Resolve ``future`` with the usable link to this incarnation, after one of its slots was read over it."""
+        try:
+            link = self._peers.find(peer)
+            if link is not None:
+                future.set_result(link)
+                return
+            key = (peer.worker_id, peer.incarnation)
+            if key in self._connecting:
+                self._connecting[key].append(future)
+                return
+            self._make_way(peer)
+            link = self._backend.connect(peer)
+        except ServingError as error:
+            self._connects_failed += 1
+            future.set_exception(error)
+            return
+        self._connecting[key] = [future]
+        self._waiting.append(Work(self._session(_NO_PLAN, self._handshake_s), link, _NO_PLAN, 0, None))
+
+    def _make_way(self, peer: PeerInfo) -> None:
+        """Before a new link: the worker's older incarnation is gone, and a dead link to this one is taken down."""
+        current = self._peers.current(peer.worker_id)
+        if current is not None and current != peer.incarnation:
+            self.forget(peer.worker_id, current)
+        dead = self._peers.drop_dead(peer)
+        if dead is not None:
+            if dead.num_pending:
+                self._peers.put_back(dead)
+                raise PeerLost(f"{peer.worker_id} was lost and operations on it are still pending")
+            self._backend.disconnect(dead)
+
+    def forget(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
+        """That process is gone: its link ends, fetches over it end with PEER_LOST."""
+        link = self._peers.forget(worker_id, incarnation)
+        for work in [*self._active, *self._waiting]:
+            if work.link is link:
+                self._handle(work, Abort(HandoffOutcome.PEER_LOST, "the peer was replaced or lost"))
+
+    def fetch(self, work: Work) -> None:
+        self._waiting.append(work)
+
+    def abort(self, work: Work) -> None:
+        self._handle(work, Abort())
+
+    def abort_all(self, detail: str) -> None:
+        for work in [*self._active, *self._waiting]:
+            self._handle(work, Abort(detail=detail))
+
+    def shut_down(self) -> bool:
+        """Destroy the backend; afterwards everything is quiet. True if it was before. Idempotent."""
+        clean = self._backend.close() and not self._active
+        for work in [*self._active, *self._waiting]:
+            self._handle(work, BackendClosed())
+        self._active.clear()
+        self._waiting.clear()
+        return clean
+
+    # -- the turn -----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._active and not self._waiting
+
+    @property
+    def is_draining(self) -> bool:
+        """Nobody waits for anything but the end of operations that were given up."""
+        return all(work.session.phase is Phase.DRAINING for work in self._active)
+
+    def turn(self) -> bool:
+        """Start what can start, observe every operation once, then judge time. True if anything moved."""
+        moved = self._start_waiting()
+        for work in self._active:
+            moved |= self._observe(work)
+        for work in [*self._active, *self._waiting]:
+            self._handle(work, Tick())
+        if any(work.session.phase.is_final for work in self._active):
+            self._active = [work for work in self._active if not work.session.phase.is_final]
+        self._peers.sweep(self._backend.disconnect)
+        return moved
+
+    def _start_waiting(self) -> bool:
+        moved = False
+        while self._waiting:
+            work = self._waiting[0]
+            if work.transfer is not None and not self._peers.is_usable(work.link):
+                self._handle(work, Abort(HandoffOutcome.PEER_LOST, "the link has ended"))
+            if not work.session.phase.is_final:
+                work.cell = self._scratch.allocate()
+                if work.cell is None:
+                    break
+                self._active.append(work)
+                self._handle(work, Start())
+            self._waiting.popleft()
+            moved = True
+        return moved
+
+    def _observe(self, work: Work) -> bool:
+        """Poll every operation of a session once."""
+        moved = False
+        for key, op in list(work.ops.items()):
+            status = self._backend.poll(op)
+            if status.state is OpState.PENDING:
+                continue
+            moved = True
+            del work.ops[key]
+            self._handle(work, self._event(work, key, op))
+        return moved
+
+    def _event(self, work: Work, key: int, op: Op) -> Event:
+        status = op.status
+        if status.state is OpState.FAILED:
+            return Failed(key, status.cause or HandoffOutcome.BACKEND_FAILED, status.detail)
+        if key == SLOT_READ:
+            assert work.cell is not None
+            return SlotRead(self._scratch.read(work.cell))
+        num_bytes = sum(copy.num_bytes for copy in work.plan.chunks[key])
+        work.num_bytes += num_bytes
+        self._bytes_received += num_bytes
+        return Done(key)
+
+    def _handle(self, work: Work, event: Event) -> None:
+        now = self._clock.now()
+        effects = work.session.handle(event, now)
+        if not effects:
+            return
+        finish: Effect | None = None
+        quiet: Quiet | None = None
+        for effect in effects:
+            match effect:
+                case Post(key):
+                    self._post(work, key)
+                case Finish():
+                    finish = effect
+                case Quiet():
+                    quiet = effect
+        if quiet is not None and work.cell is not None:
+            self._scratch.free(work.cell)
+            work.cell = None
+        if work.transfer is None:
+            self._conclude_probe(work, finished=finish is not None)
+        else:
+            self._conclude_fetch(work.transfer, work, finished=finish is not None, quiet=quiet, now=now)
+
+    def _post(self, work: Work, key: int) -> None:
+        if work.session.phase is Phase.DRAINING:
+            self._handle(work, Failed(key, HandoffOutcome.ABORTED, "never posted"))
+            return
+        if key == SLOT_READ:
+            assert work.cell is not None
+            copies: tuple[Copy, ...] = (Copy(work.slot * CELL_BYTES, work.cell * CELL_BYTES, CELL_BYTES),)
+            batch = Batch(remote_region=REGION_SLOTS, local_region=REGION_SCRATCH, copies=copies)
+        else:
+            batch = Batch(remote_region=REGION_KV, local_region=REGION_KV, copies=work.plan.chunks[key])
+        began = time.perf_counter()
+        try:
+            work.ops[key] = self._backend.post(work.link, batch)
+        except LayoutMismatch as error:
+            self._handle(work, Failed(key, HandoffOutcome.INCOMPATIBLE, error.message))
+        work.post_s += time.perf_counter() - began
+
+    # -- endings ------------------------------------------------------------------------------------------------------
+
+    def _conclude_fetch(
+        self, transfer: Transfer, work: Work, *, finished: bool, quiet: Quiet | None, now: float
+    ) -> None:
+        """Custody first: whoever sees a result that is also quiet finds the blocks' custody ended."""
+        if quiet is not None:
+            self._custody.end(transfer.transfer_id, quiet.why)
+        elif finished:
+            self._custody.quarantine(transfer.transfer_id, now)
+        if finished:
+            result = self._result(transfer.transfer_id, work, now)
+            self._outcomes[result.outcome] += 1
+            transfer.result.set_result(result)
+        if quiet is not None:
+            transfer.quiet.set_result(None)
+
+    def _conclude_probe(self, work: Work, *, finished: bool) -> None:
+        if not finished:
+            return
+        session, peer = work.session, work.link.peer
+        outcome = session.outcome
+        futures = self._connecting.pop((peer.worker_id, peer.incarnation))
+        self._peers.add(work.link)
+        if outcome is HandoffOutcome.OK:
+            self._connects += 1
+            for future in futures:
+                future.set_result(work.link)
+            return
+        self._connects_failed += 1
+        self._peers.discard(work.link)
+        error = error_of(outcome or HandoffOutcome.BACKEND_FAILED, f"no link to {peer.worker_id}: {session.detail}")
+        for future in futures:
+            future.set_exception(error)
+
+    def _result(self, transfer_id: int, work: Work, now: float) -> FetchResult:
+        session = work.session
+        started = session.started_at if session.started_at is not None else now
+        arrived = session.arrived_at if session.arrived_at is not None else now
+        assert session.outcome is not None
+        return FetchResult(
+            transfer_id=transfer_id,
+            outcome=session.outcome,
+            detail=session.detail,
+            backend=self._backend.name,
+            num_bytes=work.num_bytes,
+            num_copies=work.plan.num_copies,
+            snapshot=session.snapshot,
+            is_data_complete=session.is_data_complete,
+            times=FetchTimes(
+                queue_s=started - session.queued_at,
+                post_s=work.post_s,
+                wire_s=arrived - started,
+                slot_s=now - arrived,
+                total_s=now - session.queued_at,
+            ),
+        )
+
+    # -- making and reporting -----------------------------------------------------------------------------------------
+
+    def _session(self, plan: Plan, deadline_s: float) -> Session:
+        now = self._clock.now()
+        return Session(
+            len(plan.chunks), lease=None, now=now, deadline_at=now + deadline_s, stall_s=min(self._stall_s, deadline_s)
+        )
+
+    def stats(self) -> TransferStats:
+        """From any thread."""
+        return TransferStats(
+            backend=self._backend.name,
+            num_active=len(self._active) + len(self._waiting),
+            num_links=len(self._peers.usable),
+            num_retired_links=self._peers.num_retired,
+            bytes_received=self._bytes_received,
+            transfers=tuple((outcome, self._outcomes[outcome]) for outcome in HandoffOutcome),
+            connects=self._connects,
+            connects_failed=self._connects_failed,
+        )

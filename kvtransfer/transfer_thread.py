@@ -1,0 +1,167 @@
+"""The one thread that owns a transfer backend: commands in, futures out.
+
+It polls with a short, growing sleep (spinning on a shared core costs a scheduler slice: measured 4.2 ms instead of
+0.18 ms) and blocks without waking while there is nothing to do. Every fetch has a deadline, and a limit on time
+without progress; what is judged too slow is answered at once, while its blocks stay in custody until its operations
+are terminal by poll.
+
+The thread closes the backend however it ends, so every future resolves.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+
+from core.clock import Clock
+from core.errors import BackendFailed
+from core.handoff import PeerInfo
+from core.ids import Incarnation, WorkerId
+from core.kv import KVGeometry
+from kvtransfer.backends.base import Backend, Link
+from kvtransfer.custody import Custody, CustodyEnd
+from kvtransfer.fetch import FetchRequest, Transfer, pinned_future
+from kvtransfer.memory import Scratch
+from kvtransfer.plan import plan_blocks
+from kvtransfer.session import Session
+from kvtransfer.transfer_loop import TransferLoop, TransferStats, Work
+
+_MIN_SLEEP_S = 50e-6
+_MAX_SLEEP_S = 1e-3
+_DRAIN_SLEEP_S = 20e-3
+_JOIN_MARGIN_S = 5.0
+
+
+class TransferThread:
+    """Every method is safe from any thread. ``backend`` is open, and belongs to this thread from ``start`` on."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        geometry: KVGeometry,
+        scratch: Scratch,
+        custody: Custody,
+        clock: Clock,
+        name: str,
+        stall_s: float = 10.0,
+        handshake_s: float = 5.0,
+    ) -> None:
+        """``geometry`` is that of our region ``kv``; ``scratch`` was registered with the backend."""
+        self._geometry = geometry
+        self._custody = custody
+        self._clock = clock
+        self._stall_s = stall_s
+        self._loop = TransferLoop(
+            backend, scratch=scratch, custody=custody, clock=clock, stall_s=stall_s, handshake_s=handshake_s
+        )
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._accepting = True
+        self._stop_at: float | None = None
+        self._closed_clean = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """False before ``start``, and once the thread has ended, by ``stop`` or by an error."""
+        return self._thread.is_alive()
+
+    def stop(self, drain_s: float) -> bool:
+        """Abandon everything, wait up to ``drain_s`` until it is quiet, destroy the backend. True if it was quiet by
+        then.
+
+        Idempotent. An undrained backend is destroyed all the same: the last resort, which over TCP can abort a peer.
+        """
+        self._submit(partial(self._begin_stop, drain_s))
+        if self._thread.is_alive():
+            self._thread.join(drain_s + _JOIN_MARGIN_S)
+        return self._closed_clean and not self._thread.is_alive()
+
+    def connect(self, peer: PeerInfo) -> Future[Link]:
+        """A link to this incarnation, proven by reading one of its slots. Raises (in the future) PeerLost,
+        BackendFailed, LayoutMismatch, TransferStalled or StaleIncarnation. Links to older incarnations of the worker
+        end at once."""
+        future: Future[Link] = pinned_future()
+        if not self._submit(partial(self._loop.connect, peer, future)):
+            future.set_exception(BackendFailed("the transfer thread has stopped"))
+        return future
+
+    def forget(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
+        """That process is known to be gone (by the router, by its supervisor): fetches from it end with PEER_LOST."""
+        self._submit(partial(self._loop.forget, worker_id, incarnation))
+
+    def fetch(self, link: Link, request: FetchRequest) -> Transfer:
+        """Start a fetch; the local blocks are in custody when this returns.
+
+        Raises LayoutMismatch for block ids outside the geometries, BackendFailed once the thread has stopped; then
+        nothing has changed.
+        """
+        plan = plan_blocks(link.peer.geometry, self._geometry, request.remote_blocks, request.local_blocks)
+        now = self._clock.now()
+        session = Session(
+            len(plan.chunks), lease=request.lease, now=now, deadline_at=now + request.deadline_s, stall_s=self._stall_s
+        )
+        transfer = Transfer(request.transfer_id)
+        work = Work(session, link, plan, request.slot, transfer)
+        transfer.on_abandon(partial(self._submit, partial(self._loop.abort, work)))
+        self._custody.begin(request.transfer_id, request.local_blocks)
+        if not self._submit(partial(self._loop.fetch, work)):
+            self._custody.end(request.transfer_id, CustodyEnd.NEVER_POSTED)
+            raise BackendFailed("the transfer thread has stopped")
+        return transfer
+
+    def stats(self) -> TransferStats:
+        return self._loop.stats()
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _submit(self, command: Callable[[], None]) -> bool:
+        with self._lock:
+            if self._accepting:
+                self._commands.put(command)
+            return self._accepting
+
+    def _begin_stop(self, drain_s: float) -> None:
+        self._stop_at = self._clock.now() + drain_s
+        self._loop.abort_all("the worker is stopping")
+
+    def _is_over(self) -> bool:
+        return self._stop_at is not None and (self._loop.is_idle or self._clock.now() >= self._stop_at)
+
+    def _run(self) -> None:
+        try:
+            wait_s: float | None = None
+            sleep_s = _MIN_SLEEP_S
+            while not self._is_over():
+                self._take_commands(wait_s)
+                if self._loop.turn():
+                    wait_s, sleep_s = 0.0, _MIN_SLEEP_S
+                elif self._loop.is_idle:
+                    wait_s, sleep_s = None, _MIN_SLEEP_S
+                else:
+                    limit_s = _DRAIN_SLEEP_S if self._loop.is_draining else _MAX_SLEEP_S
+                    wait_s, sleep_s = sleep_s, min(sleep_s * 2, limit_s)
+        finally:
+            self._end()
+
+    def _take_commands(self, wait_s: float | None) -> None:
+        """Run what was asked; sleep up to ``wait_s`` (None: for ever) for the first command."""
+        try:
+            self._commands.get(block=wait_s != 0.0, timeout=wait_s)()
+            while True:
+                self._commands.get_nowait()()
+        except queue.Empty:
+            return
+
+    def _end(self) -> None:
+        with self._lock:
+            self._accepting = False
+        try:
+            self._take_commands(0.0)
+        finally:
+            self._closed_clean = self._loop.shut_down()
