@@ -1,0 +1,224 @@
+"""D's side of the control streams: one for each incarnation of a prefill worker that holds something for us.
+
+A holder::
+
+    CONNECTING --Welcome, formats equal, link proven--> CONNECTED --stream ends--> LOST (forgotten; the next need dials anew)
+        `--refused | handshake_s--> LOST
+
+When a holder is lost, every hand-off that waits on it fails with PeerLost at once. Fetches that already run end by their own
+poll; a grant that is known stays usable (equal digests suffice without P).
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from core.errors import PeerLost, ServingError, error_from_slug
+from core.handoff import (
+    AbortHandoff,
+    Ended,
+    HandoffOutcome,
+    Hello,
+    LeaseRef,
+    Open,
+    PeerInfo,
+    Refused,
+    Release,
+    Renew,
+    Sealed,
+    ToHolder,
+    ToReader,
+    Welcome,
+)
+from core.ids import HandoffId, Incarnation
+from core.tasks import TaskScope
+from core.types import WorkerAddress
+from kvtransfer.backends.base import Link
+from kvtransfer.layout import check_peer
+from kvtransfer.transfer_thread import TransferThread
+from rpc.clients import HandoffClient
+from worker.context import WorkerContext
+
+log = logging.getLogger(__name__)
+
+_REMEMBERED = 1024
+"""Hand-offs given up before their grant came."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Expected:
+    """A hand-off we opened. ``lease`` is known from Sealed on; it is renewed until released."""
+
+    sealed: "asyncio.Future[Sealed]"
+    attempt: int
+    lease: LeaseRef | None = None
+
+
+class Holder:
+    """The control stream to one incarnation of a prefill worker. Event loop only."""
+
+    def __init__(self, context: WorkerContext, transfers: TransferThread, me: PeerInfo, address: WorkerAddress) -> None:
+        self._context = context
+        self._transfers = transfers
+        self._me = me
+        self.address = address
+        self._outgoing: asyncio.Queue[ToHolder] = asyncio.Queue()
+        self._expected: dict[HandoffId, _Expected] = {}
+        self._link: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
+        self._link.add_done_callback(lambda future: future.cancelled() or future.exception())  # may go unawaited
+        self._lost: ServingError | None = None
+        self._given_up: OrderedDict[HandoffId, int] = OrderedDict()  # with the attempt that claimed it
+
+    async def run(self) -> None:
+        """Dial and serve until the stream ends."""
+        client = HandoffClient(self.address)
+        renewals = asyncio.create_task(self._renew(), name="handoff-renew")
+        error: ServingError = PeerLost(f"{self.address.worker_id} closed the hand-off stream")
+        try:
+            replies = client.connect(self._messages())
+            async with asyncio.timeout(self._context.config.transfer.handshake_s):
+                welcome = await anext(replies, None)
+                if not isinstance(welcome, Welcome):
+                    raise PeerLost(f"{self.address.worker_id} did not answer the handshake")
+                await self._shake(welcome)
+            async for reply in replies:
+                self._handle(reply)
+        except ServingError as failure:
+            error = _as_transfer_error(failure, self.address)
+        except TimeoutError:
+            error = PeerLost(f"{self.address.worker_id} did not finish the handshake in time")
+        except asyncio.CancelledError:
+            error = PeerLost("this worker is stopping")
+            raise
+        finally:
+            renewals.cancel()
+            self._lose(error)
+            await client.close()
+
+    async def link(self) -> Link:
+        """The proven link. Raises a typed error when the handshake fails."""
+        return await asyncio.shield(self._link)
+
+    def open(self, message: Open) -> "asyncio.Future[Sealed]":
+        """Ask for a hand-off. The future ends with Sealed, or with the holder's refusal."""
+        future: asyncio.Future[Sealed] = asyncio.get_running_loop().create_future()
+        if self._lost is not None:
+            future.set_exception(self._lost)
+            return future
+        self._expected[message.handoff_id] = _Expected(sealed=future, attempt=message.attempt)
+        self._outgoing.put_nowait(message)
+        return future
+
+    def release(self, handoff_id: HandoffId, lease: LeaseRef, attempt: int, outcome: HandoffOutcome, num_bytes: int) -> None:
+        """The claim is over. Legal in every state, idempotent at the holder."""
+        self._expected.pop(handoff_id, None)
+        self._send(
+            Release(handoff_id=handoff_id, lease=lease, attempt=attempt, outcome=outcome, num_bytes=num_bytes)
+        )
+
+    def abort(self, handoff_id: HandoffId, attempt: int, reason: str) -> None:
+        """Give the hand-off up before its grant was taken."""
+        expected = self._expected.pop(handoff_id, None)
+        if expected is not None:
+            if not expected.sealed.done():
+                expected.sealed.cancel()
+            self._given_up[handoff_id] = attempt
+            if len(self._given_up) > _REMEMBERED:
+                self._given_up.popitem(last=False)
+            self._send(AbortHandoff(handoff_id=handoff_id, attempt=attempt, reason=reason))
+
+    @property
+    def is_lost(self) -> bool:
+        return self._lost is not None
+
+    async def _messages(self) -> AsyncIterator[ToHolder]:
+        yield Hello(peer=self._me)
+        while True:
+            yield await self._outgoing.get()
+
+    def _send(self, message: ToHolder) -> None:
+        if self._lost is None:
+            self._outgoing.put_nowait(message)
+
+    async def _shake(self, welcome: Welcome) -> None:
+        context, peer = self._context, welcome.peer
+        if (peer.worker_id, peer.incarnation) != (self.address.worker_id, self.address.incarnation):
+            raise PeerLost(f"{self.address.address} is served by another worker or incarnation now")
+        check_peer(peer, mine=context.format, geometry=context.geometry, backend=context.config.transfer.backend)
+        link = await asyncio.wrap_future(self._transfers.connect(peer))
+        if not self._link.done():
+            self._link.set_result(link)
+        log.info("holder connected", extra={"holder": peer.worker_id})
+
+    def _handle(self, reply: ToReader) -> None:
+        match reply:
+            case Sealed():
+                expected = self._expected.get(reply.handoff_id)
+                if expected is None or expected.sealed.cancelled():
+                    # Nobody waits any more: the attempt was aborted while this was under way.
+                    attempt = self._given_up.get(reply.handoff_id, 0)
+                    self.release(reply.handoff_id, reply.grant.lease, attempt, HandoffOutcome.ABORTED, 0)
+                elif not expected.sealed.done():
+                    expected.lease = reply.grant.lease
+                    expected.sealed.set_result(reply)
+            case Refused() | Ended():
+                expected = self._expected.get(reply.handoff_id)
+                if expected is not None and not expected.sealed.done():
+                    error = error_from_slug(reply.slug, reply.message, worker_id=self.address.worker_id)
+                    expected.sealed.set_exception(error)
+            case _:
+                log.warning("unexpected hand-off message", extra={"kind": type(reply).__name__})
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(self._context.config.transfer.renew_s)
+            leases = tuple(item.lease for item in self._expected.values() if item.lease is not None)
+            if leases:
+                self._send(Renew(leases=leases))
+
+    def _lose(self, error: ServingError) -> None:
+        self._lost = error
+        if not self._link.done():
+            self._link.set_exception(error)
+        for expected in self._expected.values():
+            if not expected.sealed.done():
+                expected.sealed.set_exception(error)
+        self._expected.clear()
+        log.info("holder lost", extra={"holder": self.address.worker_id, "reason": error.message})
+
+
+class Holders:
+    """All holders of this decode worker, dialled on demand."""
+
+    def __init__(self, context: WorkerContext, transfers: TransferThread, me: PeerInfo) -> None:
+        self._context = context
+        self._transfers = transfers
+        self._me = me
+        self._scope = TaskScope("holders")
+        self._holders: dict[Incarnation, Holder] = {}
+
+    def get(self, address: WorkerAddress) -> Holder:
+        """The holder of that incarnation, dialling it if needed. Never waits."""
+        holder = self._holders.get(address.incarnation)
+        if holder is None or holder.is_lost:
+            for other in list(self._holders.values()):
+                if other.is_lost:
+                    del self._holders[other.address.incarnation]
+            holder = Holder(self._context, self._transfers, self._me, address)
+            self._holders[address.incarnation] = holder
+            self._scope.spawn(holder.run(), name=address.worker_id)
+        return holder
+
+    async def close(self) -> None:
+        await self._scope.close()
+        self._holders.clear()
+
+
+def _as_transfer_error(error: ServingError, address: WorkerAddress) -> ServingError:
+    """A holder that cannot be reached is PeerLost: the pair is to blame, or the holder, never this worker."""
+    if error.slug in ("worker_lost", "cancelled", "deadline_exceeded"):
+        return PeerLost(f"{address.worker_id} is gone: {error.message}", worker_id=address.worker_id)
+    error.worker_id = error.worker_id or address.worker_id
+    return error

@@ -1,0 +1,214 @@
+"""The fetching side: how an admitted request becomes a running sequence.
+
+An admission at D::
+
+    QUEUED --room--> RESERVED --local--------------------------------------------------> RUNNING --> over
+                        `--split: Open--> OPENED --Sealed--> FETCHING --quiet, verified--> RUNNING
+    any state --abort | deadline | typed failure--> over
+
+QUEUED ends by room or by the deadline (the request's, which bounds every state here). OPENED also ends when the holder is
+lost. FETCHING ends by the transfer thread's own limits. Whatever is over has given back its reservation at once; blocks under
+transfer follow when their operations are terminal (custody).
+"""
+
+import asyncio
+import itertools
+import logging
+import time
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from core.errors import DigestMismatch, PeerLost, ServingError, StaleLease
+from core.handoff import Grant, HandoffOutcome, LeaseRef, Open
+from core.ids import Incarnation
+from core.types import AdmitRequest, FirstToken, StageTimes
+from decode_worker.holders import Holders
+from engine.block_pool import Reservation
+from engine.sequence import Sequence, SequenceKey
+from kvtransfer.fetch import FetchRequest, FetchResult
+from kvtransfer.transfer_thread import TransferThread
+from kvtransfer.validate import check_read
+from worker.context import WorkerContext
+
+log = logging.getLogger(__name__)
+
+
+class AdmissionState(StrEnum):
+    QUEUED = "queued"
+    RESERVED = "reserved"
+    OPENED = "opened"
+    FETCHING = "fetching"
+    RUNNING = "running"
+    OVER = "over"
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Admission:
+    """One attempt of one request at this worker."""
+
+    asked: AdmitRequest
+    gateway: Incarnation
+    deadline_at: float
+    """On the clock of this worker."""
+    num_blocks: int
+    """To reserve: the prompt, the accepted tokens and a projected answer."""
+    state: AdmissionState = AdmissionState.QUEUED
+    reservation: Reservation | None = None
+    room: asyncio.Event = field(default_factory=asyncio.Event)
+    task: "asyncio.Task[None] | None" = None
+    sequence: Sequence | None = None
+    marks: dict[str, float] = field(default_factory=dict)
+    """``time.monotonic`` of state changes: they become the stage times."""
+    fetch: FetchResult | None = None
+    validated_at: float | None = None
+
+    @property
+    def key(self) -> SequenceKey:
+        request = self.asked.request
+        return SequenceKey(request_id=request.request_id, attempt=request.attempt, choice=0)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to have KV for before the first step here."""
+        request = self.asked.request
+        return request.num_prompt_tokens + len(request.choices[0].accepted)
+
+    def enter(self, state: AdmissionState) -> None:
+        self.state = state
+        self.marks[state] = time.monotonic()
+
+    def stages(self, ended_at: float) -> StageTimes:
+        """What this worker knows of the critical path, as durations."""
+
+        def between(start: str, end: str) -> float:
+            return max(0.0, self.marks[end] - self.marks[start]) if start in self.marks and end in self.marks else 0.0
+
+        first_step = self.marks.get("first_step", ended_at)
+        running = self.marks.get(AdmissionState.RUNNING, first_step)
+        sequence = self.sequence
+        return StageTimes(
+            reservation_s=between(AdmissionState.QUEUED, AdmissionState.RESERVED),
+            handoff_wait_s=between(AdmissionState.OPENED, AdmissionState.FETCHING),
+            transfer_s=between(AdmissionState.FETCHING, AdmissionState.RUNNING),
+            decode_queue_s=max(0.0, first_step - running),
+            decode_s=max(0.0, ended_at - first_step),
+            transfer_bytes=0 if self.fetch is None else self.fetch.num_bytes,
+            transfer_backend="" if self.fetch is None else self.fetch.backend,
+            num_prompt_tokens_computed=0 if sequence is None else sequence.num_prompt_tokens_computed,
+        )
+
+
+class Intake:
+    """Brings admissions from RESERVED to a sequence. ``fetch`` is the hand-off, ``make_local`` the other way."""
+
+    def __init__(self, context: WorkerContext, transfers: TransferThread, holders: Holders) -> None:
+        self._context = context
+        self._transfers = transfers
+        self._holders = holders
+        self._transfer_ids = itertools.count(1)
+
+    def make_local(self, admission: Admission) -> Sequence:
+        """A sequence with nothing computed: the engine prefills it."""
+        return self._sequence(admission, first=None, blocks=[])
+
+    async def fetch(self, admission: Admission) -> tuple[Sequence, FirstToken]:
+        """Open, wait for the grant, move the blocks, verify them. Raises a typed error; nothing stays behind."""
+        asked, failpoints = admission.asked, self._context.failpoints
+        assert asked.prefill is not None
+        holder = self._holders.get(asked.prefill)
+        admission.enter(AdmissionState.OPENED)
+        request = asked.request
+        opened = holder.open(
+            Open(
+                handoff_id=asked.handoff_id,
+                request_id=request.request_id,
+                attempt=request.attempt,
+                ticket=asked.ticket,
+                traceparent=request.traceparent,
+            )
+        )
+        try:
+            await failpoints.reach("decode.opened")
+            link = await holder.link()
+            sealed = await opened
+        except BaseException:
+            holder.abort(asked.handoff_id, request.attempt, "the claimant gave up")
+            raise
+        admission.enter(AdmissionState.FETCHING)
+        outcome, num_bytes = HandoffOutcome.ABORTED, 0
+        blocks = self._context.engine.pool.allocate(len(sealed.grant.block_ids), admission.reservation)
+        try:
+            await failpoints.reach("decode.granted")
+            transfer = self._transfers.fetch(link, self._fetch_request(sealed.grant, blocks, admission))
+            try:
+                result = await asyncio.wrap_future(transfer.result)
+            except asyncio.CancelledError:
+                transfer.abandon()
+                raise
+            admission.fetch = result
+            num_bytes = result.num_bytes
+            outcome = await self._verify(sealed.grant, blocks, result)
+            await failpoints.reach("decode.fetched")
+            if outcome is not HandoffOutcome.OK:
+                raise result.error() or PeerLost("the transfer failed")
+            if not transfer.quiet.done():
+                await asyncio.wrap_future(transfer.quiet)
+        except BaseException as error:
+            outcome = _outcome_of(error, outcome)
+            self._context.engine.pool.free(blocks)  # blocks in custody stay pinned until they are quiet
+            raise
+        finally:
+            holder.release(asked.handoff_id, sealed.grant.lease, request.attempt, outcome, num_bytes)
+        first = sealed.first_tokens[0]
+        return self._sequence(admission, first=first, blocks=blocks), first
+
+    async def _verify(self, grant: Grant, blocks: list[int], result: FetchResult) -> HandoffOutcome:
+        """The verdict on what was read: OK, or the outcome of the fetch. Raises StaleLease or DigestMismatch."""
+        if result.outcome is not HandoffOutcome.OK and not (
+            result.outcome is HandoffOutcome.PEER_LOST and result.is_data_complete
+        ):
+            return result.outcome
+        digester = self._context.digester
+        made = await asyncio.to_thread(digester.digest, blocks)
+        snapshot = result.snapshot if result.outcome is HandoffOutcome.OK else None
+        check_read(grant, snapshot, made, num_kv_heads=self._context.geometry.num_kv_heads)
+        return HandoffOutcome.OK
+
+    def _fetch_request(self, grant: Grant, blocks: list[int], admission: Admission) -> FetchRequest:
+        return FetchRequest(
+            transfer_id=next(self._transfer_ids),
+            remote_blocks=grant.block_ids,
+            local_blocks=tuple(blocks),
+            lease=LeaseRef(lease_id=grant.lease.lease_id, epoch=grant.lease.epoch),
+            slot=grant.slot,
+            deadline_s=max(0.001, admission.deadline_at - self._context.clock.now()),
+        )
+
+    def _sequence(self, admission: Admission, *, first: FirstToken | None, blocks: list[int]) -> Sequence:
+        request = admission.asked.request
+        tokens = [*request.prompt_token_ids, *request.choices[0].accepted]
+        num_computed = 0
+        if first is not None:
+            num_computed = len(tokens)
+            tokens.append(first.token_id)
+        reservation, admission.reservation = admission.reservation, None
+        return Sequence(
+            key=admission.key,
+            sampling=request.sampling,
+            tokens=tokens,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_computed=num_computed,
+            block_table=blocks,
+            reservation=reservation,
+        )
+
+
+def _outcome_of(error: BaseException, known: HandoffOutcome) -> HandoffOutcome:
+    """What is told to the holder when a fetch ends by ``error``."""
+    if isinstance(error, DigestMismatch):
+        return HandoffOutcome.DIGEST_MISMATCH
+    if isinstance(error, StaleLease):
+        return HandoffOutcome.STALE_LEASE
+    if known is HandoffOutcome.OK or not isinstance(error, ServingError):
+        return HandoffOutcome.ABORTED
+    return known

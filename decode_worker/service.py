@@ -1,0 +1,344 @@
+"""The decode role (and unified pools): admits, fetches or prefills locally, runs, streams tokens.
+
+The life of an admission is drawn in intake.py, the token stream in outbox.py. Everything here runs on the event loop; the
+engine is reached through the step thread only.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+from core.errors import (
+    Cancelled,
+    ContextTooLong,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    OutOfBlocks,
+    QueueFull,
+    ServingError,
+    StaleIncarnation,
+    WorkerDraining,
+    WorkerLost,
+)
+from core.handoff import PeerInfo
+from core.ids import GatewayId, Incarnation, RequestId, WorkerId
+from core.tasks import TaskScope
+from core.types import (
+    AbortReply,
+    AbortRequest,
+    AdmitReply,
+    AdmitRequest,
+    AdmitVerdict,
+    AttemptAccepted,
+    AttemptFailed,
+    FirstToken,
+    Mode,
+    Role,
+    StepOutputs,
+    TokenChunk,
+    WorkerLoad,
+)
+from decode_worker.holders import Holders
+from decode_worker.intake import Admission, AdmissionState, Intake
+from decode_worker.outbox import Outbox
+from engine.engine import SequenceOutput, StepResult
+from engine.sequence import SequenceKey
+from kvtransfer.transfer_thread import TransferThread
+from rpc.server import RpcServer
+from worker.context import Tombstones, WorkerContext
+
+log = logging.getLogger(__name__)
+
+
+class DecodeRole:
+    """See worker/context.py for the contract of a role, proto/decode.proto for that of the calls."""
+
+    def __init__(self, context: WorkerContext, transfers: TransferThread, me: PeerInfo) -> None:
+        self._context = context
+        self._transfers = transfers
+        self._holders = Holders(context, transfers, me)
+        self._intake = Intake(context, transfers, self._holders)
+        self._admissions: dict[SequenceKey, Admission] = {}
+        self._queue: deque[Admission] = deque()
+        self._outboxes: dict[Incarnation, Outbox] = {}
+        self._tombstones = Tombstones(context.clock, 2 * context.config.transfer.lease_s)
+        self._scope = TaskScope("decode")
+        self._is_stopping = False
+
+    # -- role ---------------------------------------------------------------------------------------------------------
+
+    def add_services(self, server: RpcServer) -> None:
+        server.add_decode(self)
+
+    async def start(self) -> None:
+        """Nothing to start: every task belongs to an admission or a holder."""
+
+    def fill_load(self, load: WorkerLoad) -> WorkerLoad:
+        self._serve_queue()  # blocks also come back when a transfer becomes quiet, which wakes nobody
+        stats = self._transfers.stats()
+        queued = [admission for admission in self._admissions.values() if admission.state is not AdmissionState.RUNNING]
+        return replace(
+            load,
+            num_waiting=load.num_waiting + len(queued),
+            queued_prompt_tokens=sum(a.num_tokens for a in queued if a.asked.mode is Mode.LOCAL),
+            num_transfers=stats.num_active,
+            kv_bytes_received=((stats.backend, stats.bytes_received),),
+        )
+
+    def is_idle(self) -> bool:
+        return not self._admissions and self._transfers.stats().num_active == 0
+
+    async def stop(self) -> None:
+        self._is_stopping = True
+        stopped = WorkerDraining("the decode worker is stopping", worker_id=self._context.worker_id)
+        for admission in list(self._admissions.values()):
+            await self._end(admission, stopped)
+        for outbox in self._outboxes.values():
+            outbox.close()
+        await self._scope.close()
+        await self._holders.close()
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    async def admit(self, request: AdmitRequest) -> AdmitReply:
+        """Reserve blocks now (accepted), or take a place in the queue. Refusals leave nothing behind."""
+        context, asked = self._context, request.request
+        context.check(asked, request.worker_incarnation)
+        await context.failpoints.reach("decode.admit")
+        if asked.gateway_incarnation not in self._outboxes:
+            raise WorkerLost("the gateway has no outputs stream here", worker_id=context.worker_id)
+        if request.mode is Mode.SPLIT and (request.prefill is None or context.role is Role.UNIFIED):
+            raise InvalidRequest("a split placement names a prefill worker, and a unified worker takes none")
+        admission = self._make_admission(request)
+        if (asked.request_id, asked.attempt) in self._tombstones:
+            raise Cancelled("the attempt was aborted before it arrived")
+        if admission.key in self._admissions:
+            raise Cancelled("the attempt is here already")
+        num_ahead = len(self._queue)
+        if num_ahead >= context.pool_config.max_queue and not self._try_reserve(admission):
+            raise QueueFull(f"{context.worker_id} has {num_ahead} requests waiting for KV blocks")
+        admission.enter(AdmissionState.QUEUED)
+        if num_ahead or not self._try_reserve(admission):
+            self._queue.append(admission)
+        self._admissions[admission.key] = admission
+        admission.task = self._scope.spawn(self._run(admission), name=f"admission-{asked.request_id[:8]}")
+        if admission.reservation is not None:
+            return AdmitReply(verdict=AdmitVerdict.ACCEPTED)
+        return AdmitReply(verdict=AdmitVerdict.QUEUED, num_ahead=num_ahead)
+
+    async def abort_decode(self, request: AbortRequest) -> AbortReply:
+        self._tombstones.add(request.request_id, request.attempt)
+        wanted = [
+            admission
+            for key, admission in self._admissions.items()
+            if key.request_id == request.request_id and request.attempt in (0, key.attempt)
+        ]
+        for admission in wanted:
+            await self._end(admission, None)
+        return AbortReply(found=bool(wanted), num_custody_blocks=self._context.engine.pool.counts().custody)
+
+    async def outputs(
+        self, gateway_id: GatewayId, gateway_incarnation: Incarnation, worker_incarnation: Incarnation
+    ) -> AsyncIterator[StepOutputs]:
+        context = self._context
+        if worker_incarnation != context.incarnation:
+            raise StaleIncarnation(f"{context.worker_id} was restarted", worker_id=context.worker_id)
+        if self._is_stopping:
+            raise WorkerDraining(f"{context.worker_id} is stopping", worker_id=context.worker_id)
+        outbox = Outbox(gateway_id, gateway_incarnation)
+        replaced = self._outboxes.get(gateway_incarnation)
+        self._outboxes[gateway_incarnation] = outbox
+        if replaced is not None:
+            replaced.close()
+            await self._lose_gateway(replaced)
+        try:
+            async for message in outbox.messages():
+                yield message
+        finally:
+            if self._outboxes.get(gateway_incarnation) is outbox:
+                del self._outboxes[gateway_incarnation]
+                if not self._is_stopping:
+                    self._scope.spawn(self._lose_gateway(outbox), name="gateway-lost")
+
+    # -- one admission ------------------------------------------------------------------------------------------------
+
+    def _make_admission(self, request: AdmitRequest) -> Admission:
+        context, asked = self._context, request.request
+        num_tokens = asked.num_prompt_tokens + len(asked.choices[0].accepted)
+        limits = context.engine.limits
+        if num_tokens >= limits.max_context:
+            raise ContextTooLong(f"{num_tokens} tokens do not fit a context of {limits.max_context}", param="prompt")
+        left = min(asked.sampling.max_tokens - len(asked.choices[0].accepted), limits.max_context - num_tokens)
+        needed = context.geometry.blocks_for(num_tokens + 1)
+        wanted = context.geometry.blocks_for(num_tokens + max(1, min(left, context.config.worker.projected_tokens)))
+        if needed > limits.num_blocks:
+            raise ContextTooLong(
+                f"the prompt needs {needed} KV blocks, {context.worker_id} has {limits.num_blocks}; "
+                "raise kv.memory_bytes or shorten the prompt",
+                param="prompt",
+            )
+        return Admission(
+            asked=request,
+            gateway=asked.gateway_incarnation,
+            deadline_at=context.clock.now() + asked.deadline_s,
+            num_blocks=min(wanted, limits.num_blocks),
+        )
+
+    async def _run(self, admission: Admission) -> None:
+        """From the queue to a running sequence; every failure becomes one typed message to the gateway."""
+        context, asked = self._context, admission.asked
+        error: ServingError
+        try:
+            async with asyncio.timeout(asked.request.deadline_s):
+                if admission.reservation is None:
+                    await admission.room.wait()
+                    self._tell(admission, accepted=True)
+                admission.enter(AdmissionState.RESERVED)
+                await context.failpoints.reach("decode.reserved")
+                first: FirstToken | None = None
+                if asked.mode is Mode.LOCAL:
+                    sequence = self._intake.make_local(admission)
+                else:
+                    sequence, first = await self._intake.fetch(admission)
+                admission.sequence = sequence
+                admission.enter(AdmissionState.RUNNING)
+                if first is not None:
+                    self._send_first(admission, first)
+                await context.steps.call(lambda engine: engine.add(sequence))
+                await asyncio.Event().wait()  # ends by cancellation (finished, aborted) or by the deadline
+            return
+        except asyncio.CancelledError:
+            raise
+        except TimeoutError:
+            error = DeadlineExceeded("the deadline passed at the decode worker")
+        except ServingError as failure:
+            error = failure
+        except RuntimeError as failure:
+            log.error("admission failed", exc_info=failure, extra={"request_id": asked.request.request_id})
+            error = InternalError("the decode worker failed the request")
+        admission.task = None  # this task: it must not cancel itself below
+        await self._end(admission, error)
+
+    async def _end(self, admission: Admission, error: ServingError | None) -> None:
+        """The one way out that is not a finish: everything is given back, then the gateway is told (if it must be)."""
+        if self._admissions.get(admission.key) is not admission:
+            return
+        del self._admissions[admission.key]
+        admission.state = AdmissionState.OVER
+        if admission in self._queue:
+            self._queue.remove(admission)
+        task = admission.task
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        sequence = admission.sequence
+        if sequence is not None:
+            key = admission.key
+            await self._context.steps.call(lambda engine: engine.remove(key))
+        if admission.reservation is not None:
+            admission.reservation.release()
+            admission.reservation = None
+        outbox = self._outboxes.get(admission.gateway)
+        if outbox is not None:
+            outbox.drop(admission.key.request_id, admission.key.attempt)
+        if error is not None:
+            self._tell(admission, error=error)
+        self._serve_queue()
+
+    def on_step(self, result: StepResult, started_at: float, ended_at: float) -> None:
+        for output in result.outputs:
+            admission = self._admissions.get(output.key)
+            if admission is not None:
+                self._take(admission, output, started_at, ended_at)
+        self._serve_queue()
+
+    def _take(self, admission: Admission, output: SequenceOutput, started_at: float, ended_at: float) -> None:
+        admission.marks.setdefault("first_step", started_at)
+        if output.error is not None:
+            self._scope.spawn(self._end(admission, output.error), name="sequence-failed")
+            return
+        outbox = self._outboxes.get(admission.gateway)
+        is_over = output.finish_reason is not None
+        if outbox is not None:
+            outbox.put_chunk(
+                TokenChunk(
+                    request_id=output.key.request_id,
+                    choice=output.key.choice,
+                    attempt=output.key.attempt,
+                    first_index=output.index,
+                    token_ids=(output.token_id,),
+                    logprobs=() if output.logprobs is None else (output.logprobs,),
+                    finish_reason=output.finish_reason,
+                    stop_token_id=output.stop_token_id,
+                    stages=admission.stages(ended_at) if is_over else None,
+                ),
+                stepped_at=ended_at,
+            )
+        if is_over:
+            del self._admissions[admission.key]
+            admission.state = AdmissionState.OVER
+            if admission.task is not None:
+                admission.task.cancel()
+
+    def _send_first(self, admission: Admission, first: FirstToken) -> None:
+        """D repeats the first token: after its commit P's death is no error."""
+        outbox = self._outboxes.get(admission.gateway)
+        if outbox is not None:
+            key = admission.key
+            outbox.put_chunk(
+                TokenChunk(
+                    request_id=key.request_id,
+                    choice=first.choice,
+                    attempt=key.attempt,
+                    first_index=first.index,
+                    token_ids=(first.token_id,),
+                    logprobs=() if first.logprobs is None else (first.logprobs,),
+                ),
+                stepped_at=time.monotonic(),
+            )
+
+    def _tell(self, admission: Admission, *, accepted: bool = False, error: ServingError | None = None) -> None:
+        outbox = self._outboxes.get(admission.gateway)
+        if outbox is None:
+            return
+        key = admission.key
+        if accepted:
+            outbox.put_accepted(AttemptAccepted(request_id=key.request_id, attempt=key.attempt))
+        if error is not None:
+            outbox.put_failed(
+                AttemptFailed(
+                    request_id=key.request_id,
+                    attempt=key.attempt,
+                    slug=error.slug,
+                    message=error.message,
+                    worker_id=WorkerId(error.worker_id) if error.worker_id else None,
+                )
+            )
+
+    # -- room ---------------------------------------------------------------------------------------------------------
+
+    def _try_reserve(self, admission: Admission) -> bool:
+        if admission.reservation is None:
+            try:
+                admission.reservation = self._context.engine.pool.reserve(admission.num_blocks)
+            except OutOfBlocks:
+                return False
+        return True
+
+    def _serve_queue(self) -> None:
+        """First come, first served: the head waits for its room, nobody overtakes it."""
+        while self._queue and self._try_reserve(self._queue[0]):
+            self._queue.popleft().room.set()
+
+    async def _lose_gateway(self, outbox: Outbox) -> None:
+        """A gateway's stream ended: nobody reads its answers, so they are not computed."""
+        lost = [a for a in self._admissions.values() if a.gateway == outbox.incarnation]
+        if lost:
+            log.warning("gateway lost", extra={"gateway_id": outbox.gateway_id, "requests": len(lost)})
+        for admission in lost:
+            self._tombstones.add(RequestId(admission.key.request_id), admission.key.attempt)
+            await self._end(admission, None)

@@ -1,0 +1,319 @@
+"""The holding side of the hand-off: finished KV under leases, readers that claim it.
+
+State of a hand-off at P (the lease inside is drawn in kvtransfer/lease.py)::
+
+    begin -> FILLING --seal--> SEALED --Release by the claimant | AbortHandoff | lease time | revoke--> over
+                |
+                +--cancel | deadline | ended at token 1--> over
+
+An Open that comes before ``begin`` waits here for up to ``lease_s`` (order is not assumed). Whatever ends a hand-off bumps the
+epoch first and gives the blocks back afterwards. Everything runs on the event loop.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from core.errors import LayoutMismatch, LeaseExpired, ServingError, StaleLease
+from core.handoff import (
+    AbortHandoff,
+    Claim,
+    Ended,
+    Grant,
+    HandoffOutcome,
+    Hello,
+    Open,
+    PeerInfo,
+    Refused,
+    Release,
+    Renew,
+    Sealed,
+    ToHolder,
+    ToReader,
+    TransferMode,
+    Welcome,
+)
+from core.ids import HandoffId, Incarnation, RequestId
+from core.types import FirstToken
+from kvtransfer import digest as digests
+from kvtransfer.layout import check_peer
+from kvtransfer.lease import EndedLease, LeaseTable, LeaseView, Reader
+from worker.context import WorkerContext
+
+log = logging.getLogger(__name__)
+
+_REAPER_S = 0.25
+
+
+@dataclass(slots=True, eq=False)
+class _Connection:
+    """The control stream of one incarnation of a decode worker."""
+
+    peer: PeerInfo
+    outgoing: asyncio.Queue[ToReader | None] = field(default_factory=asyncio.Queue)
+
+    @property
+    def incarnation(self) -> Incarnation:
+        return self.peer.incarnation
+
+
+@dataclass(slots=True, kw_only=True)
+class _Export:
+    """One hand-off."""
+
+    handoff_id: HandoffId
+    request_id: RequestId
+    attempt: int
+    lease: LeaseView
+    num_tokens: int
+    grant: Grant | None = None
+    first_tokens: tuple[FirstToken, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Early:
+    """An Open for a hand-off that is not known yet."""
+
+    connection: _Connection
+    message: Open | Claim
+    until: float
+
+
+class Exports:
+    """All hand-offs that this worker holds."""
+
+    def __init__(self, context: WorkerContext, leases: LeaseTable, me: PeerInfo) -> None:
+        self._context = context
+        self._leases = leases
+        self._me = me
+        self._exports: dict[HandoffId, _Export] = {}
+        self._connections: dict[Incarnation, _Connection] = {}
+        self._early: dict[HandoffId, _Early] = {}
+        self.room_freed = asyncio.Event()
+        """Set whenever blocks or quota came back."""
+        self.sent_bytes = 0
+        self.outcomes: dict[str, int] = {}
+
+    # -- P's own side -------------------------------------------------------------------------------------------------
+
+    def begin(
+        self, handoff_id: HandoffId, *, request_id: RequestId, attempt: int, num_tokens: int, deadline_s: float
+    ) -> None:
+        """Before the first chunk. Raises OutOfBlocks (quota) or LeaseExpired (the hand-off was aborted before)."""
+        now = self._context.clock.now()
+        lease = self._leases.open(
+            handoff_id, num_blocks=self._context.geometry.blocks_for(num_tokens), deadline_s=deadline_s, now=now
+        )
+        self._exports[handoff_id] = _Export(
+            handoff_id=handoff_id, request_id=request_id, attempt=attempt, lease=lease, num_tokens=num_tokens
+        )
+        early = self._early.pop(handoff_id, None)
+        if early is not None:
+            self._claim(early.connection, early.message)
+
+    async def seal(self, handoff_id: HandoffId, blocks: list[int], first_tokens: tuple[FirstToken, ...]) -> bool:
+        """Hold ``blocks`` (already leased in the pool) and tell the claimant. False: it is over, the blocks are given back."""
+        context = self._context
+        kind = context.digester.kind
+        made = await asyncio.to_thread(context.digester.digest, blocks)
+        await context.failpoints.reach("prefill.seal")
+        export = self._exports.get(handoff_id)
+        view = None
+        if export is not None:
+            view = self._leases.seal(
+                export.lease.ref.lease_id, blocks, digest=digests.combine(kind, made), now=context.clock.now()
+            )
+        if export is None or view is None:
+            self._give_back(blocks)
+            return False
+        export.lease = view
+        export.first_tokens = first_tokens
+        export.grant = Grant(
+            lease=view.ref,
+            slot=view.slot,
+            block_ids=tuple(blocks),
+            first_block=0,
+            num_tokens=export.num_tokens,
+            digest=kind,
+            digests=made,
+        )
+        if view.reader is not None:
+            self._send_sealed(export, view.reader.incarnation)
+        await context.failpoints.reach("prefill.sealed")
+        return True
+
+    def end(self, handoff_id: HandoffId, error: ServingError) -> bool:
+        """Cancelled, failed, or not needed. A tombstone stays. False when nothing was held any more."""
+        ended = self._leases.revoke(handoff_id, error.message, now=self._context.clock.now())
+        early = self._early.pop(handoff_id, None)
+        if early is not None:
+            self._refuse(early.connection, early.message, error)
+        if ended is None:
+            return False
+        self._over(ended, error)
+        return True
+
+    def end_request(self, request_id: RequestId, attempt: int, error: ServingError) -> bool:
+        """End what is held for an attempt (0: every attempt) of a request."""
+        wanted = [
+            export.handoff_id
+            for export in self._exports.values()
+            if export.request_id == request_id and attempt in (0, export.attempt)
+        ]
+        for handoff_id in wanted:
+            self.end(handoff_id, error)
+        return bool(wanted)
+
+    # -- the control stream -------------------------------------------------------------------------------------------
+
+    async def connect(self, messages: AsyncIterator[ToHolder]) -> AsyncIterator[ToReader]:
+        """Serve one reader until its stream ends."""
+        hello = await anext(messages, None)
+        if not isinstance(hello, Hello):
+            raise LayoutMismatch("the first message of a hand-off stream must be Hello")
+        if TransferMode.READ not in hello.modes:
+            raise LayoutMismatch("only READ is offered here")
+        context = self._context
+        check_peer(
+            hello.peer, mine=context.format, geometry=context.geometry, backend=context.config.transfer.backend
+        )
+        connection = _Connection(hello.peer)
+        for other in list(self._connections.values()):
+            if other.peer.worker_id == hello.peer.worker_id:
+                self._lose(other)  # a new stream of the same worker replaces the old one, whatever its incarnation
+        self._connections[connection.incarnation] = connection
+        log.info("reader connected", extra={"reader": hello.peer.worker_id})
+        pump = asyncio.create_task(self._receive(connection, messages), name="handoff-receive")
+        try:
+            yield Welcome(peer=self._me, mode=TransferMode.READ, lease_s=context.config.transfer.lease_s)
+            while (message := await connection.outgoing.get()) is not None:
+                yield message
+        finally:
+            pump.cancel()
+            self._lose(connection)
+
+    async def _receive(self, connection: _Connection, messages: AsyncIterator[ToHolder]) -> None:
+        try:
+            async for message in messages:
+                try:
+                    self._handle(connection, message)
+                except ServingError as error:
+                    log.info("hand-off message dropped", extra={"kind": type(message).__name__, "reason": error.message})
+        finally:
+            connection.outgoing.put_nowait(None)
+
+    def _handle(self, connection: _Connection, message: ToHolder) -> None:
+        now = self._context.clock.now()
+        match message:
+            case Open() | Claim():
+                self._claim(connection, message)
+            case Renew():
+                for ref in message.leases:
+                    self._leases.renew(ref, connection.incarnation, now=now)
+            case Release():
+                reader = Reader(incarnation=connection.incarnation, attempt=message.attempt)
+                _, ended = self._leases.release(message.lease, reader, reason=message.outcome, now=now)
+                if ended is not None:
+                    if message.outcome is HandoffOutcome.OK:
+                        self.sent_bytes += ended.num_bytes
+                    self._over(ended, None, outcome=message.outcome)
+            case AbortHandoff():
+                self._abort(connection, message)
+            case _:
+                log.warning("unexpected hand-off message", extra={"kind": type(message).__name__})
+
+    def _claim(self, connection: _Connection, message: Open | Claim) -> None:
+        reader = Reader(incarnation=connection.incarnation, attempt=message.attempt)
+        now = self._context.clock.now()
+        try:
+            view = self._leases.claim(message.handoff_id, reader, now=now)
+        except (LeaseExpired, StaleLease) as error:
+            self._refuse(connection, message, error)
+            return
+        if view is None:
+            until = now + self._context.config.transfer.lease_s
+            self._early[message.handoff_id] = _Early(connection=connection, message=message, until=until)
+            return
+        export = self._exports[message.handoff_id]
+        export.lease = view
+        if export.grant is not None:
+            self._send_sealed(export, connection.incarnation)
+
+    def _abort(self, connection: _Connection, message: AbortHandoff) -> None:
+        """The claimant gives the attempt up. Without a claim only a waiting Open of the same reader is forgotten."""
+        early = self._early.get(message.handoff_id)
+        if early is not None and early.connection is connection:
+            del self._early[message.handoff_id]
+        view = self._leases.find(message.handoff_id)
+        reader = Reader(incarnation=connection.incarnation, attempt=message.attempt)
+        if view is not None and view.reader in (None, reader) and view.blocks:
+            ended = self._leases.revoke(message.handoff_id, message.reason, now=self._context.clock.now())
+            if ended is not None:
+                self._over(ended, None, outcome=HandoffOutcome.ABORTED)
+
+    def _send_sealed(self, export: _Export, incarnation: Incarnation) -> None:
+        connection = self._connections.get(incarnation)
+        assert export.grant is not None
+        if connection is not None:
+            connection.outgoing.put_nowait(
+                Sealed(handoff_id=export.handoff_id, grant=export.grant, first_tokens=export.first_tokens)
+            )
+
+    def _refuse(self, connection: _Connection, message: Open | Claim, error: ServingError) -> None:
+        connection.outgoing.put_nowait(
+            Refused(
+                handoff_id=message.handoff_id, attempt=message.attempt, slug=error.slug, message=error.message
+            )
+        )
+
+    def _lose(self, connection: _Connection) -> None:
+        """The stream is gone. Its claims lapse; the leases stay for another claimant until their time is over."""
+        if self._connections.get(connection.incarnation) is connection:
+            del self._connections[connection.incarnation]
+            dropped = self._leases.drop_reader(connection.incarnation)
+            log.info("reader lost", extra={"reader": connection.peer.worker_id, "claims": dropped})
+        for handoff_id in [key for key, early in self._early.items() if early.connection is connection]:
+            del self._early[handoff_id]
+        connection.outgoing.put_nowait(None)
+
+    # -- ends ---------------------------------------------------------------------------------------------------------
+
+    async def reap(self) -> None:
+        """Own timer of the leases: ends what is over, whether or not anything else happens."""
+        while True:
+            await asyncio.sleep(_REAPER_S)
+            now = self._context.clock.now()
+            for ended in self._leases.expire(now):
+                log.warning("lease expired", extra={"handoff_id": ended.handoff_id, "reason": ended.reason})
+                self._over(ended, LeaseExpired(f"the lease ended: {ended.reason}"), outcome="expired")
+            for handoff_id, early in list(self._early.items()):
+                if early.until <= now:
+                    del self._early[handoff_id]
+                    self._refuse(early.connection, early.message, LeaseExpired("the hand-off was never begun here"))
+
+    def _over(self, ended: EndedLease, error: ServingError | None, *, outcome: str = "revoked") -> None:
+        export = self._exports.pop(ended.handoff_id, None)
+        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
+        if ended.blocks:
+            self._give_back(list(ended.blocks))
+        self.room_freed.set()
+        connection = self._connections.get(ended.reader.incarnation) if ended.reader is not None else None
+        if error is not None and connection is not None and export is not None:
+            connection.outgoing.put_nowait(
+                Ended(handoff_id=ended.handoff_id, lease=ended.ref, slug=error.slug, message=error.message)
+            )
+
+    def _give_back(self, blocks: list[int]) -> None:
+        self._context.engine.pool.end_lease(blocks)
+        self.room_freed.set()
+
+    def is_idle(self) -> bool:
+        return not self._exports and self._leases.num_live == 0
+
+    def close(self) -> None:
+        """End every stream and every lease (shutdown)."""
+        for handoff_id in list(self._exports):
+            self.end(handoff_id, LeaseExpired("the prefill worker is stopping"))
+        for connection in list(self._connections.values()):
+            self._lose(connection)

@@ -1,0 +1,286 @@
+"""The prefill role: reads a prompt, samples the first token once, holds the KV for whoever decodes.
+
+An attempt at P::
+
+    ROOM --blocks for the whole prompt and quota--> COMPUTING --first token--> HELD (export.py) --> over
+      |                                                 |            `--the token ends the request--> over
+      `--deadline | cancel | draining--> over           `--deadline | cancel | NaN--> over
+
+ROOM is first come, first served. The call ends when the first token is known; HELD outlives it under the lease.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+
+from core.errors import Cancelled, ContextTooLong, DeadlineExceeded, InternalError, OutOfBlocks, QueueFull, ServingError
+from core.handoff import PeerInfo, ToHolder, ToReader
+from core.ids import HandoffId, RequestId
+from core.types import (
+    AbortReply,
+    AbortRequest,
+    FirstToken,
+    PrefillReply,
+    PrefillRequest,
+    StageTimes,
+    WorkerLoad,
+)
+from engine.block_pool import Reservation
+from engine.engine import SequenceOutput, StepResult
+from engine.sequence import Sequence, SequenceKey
+from kvtransfer.lease import LeaseTable
+from prefill_worker.export import Exports
+from rpc.server import RpcServer
+from worker.context import Tombstones, WorkerContext
+
+log = logging.getLogger(__name__)
+
+_ROOM_RETRY_S = 0.05
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Attempt:
+    handoff_id: HandoffId
+    task: "asyncio.Task[PrefillReply] | None"
+    num_tokens: int
+    first: "asyncio.Future[SequenceOutput]"
+    started_at: float | None = None
+    is_held: bool = False
+
+
+class PrefillRole:
+    """See worker/context.py for the contract of a role, proto/prefill.proto for that of the calls."""
+
+    def __init__(self, context: WorkerContext, leases: LeaseTable, me: PeerInfo) -> None:
+        self._context = context
+        self._exports = Exports(context, leases, me)
+        self._leases = leases
+        self._attempts: dict[tuple[RequestId, int], _Attempt] = {}
+        self._tombstones = Tombstones(context.clock, 2 * context.config.transfer.lease_s)
+        self._room_turn = asyncio.Lock()
+        self._num_waiting = 0
+        self._reaper: asyncio.Task[None] | None = None
+
+    # -- role ---------------------------------------------------------------------------------------------------------
+
+    def add_services(self, server: RpcServer) -> None:
+        server.add_prefill(self)
+        server.add_handoff(self)
+
+    async def start(self) -> None:
+        self._reaper = asyncio.create_task(self._exports.reap(), name="lease-reaper")
+
+    def on_step(self, result: StepResult, started_at: float, ended_at: float) -> None:
+        for output in result.outputs:
+            attempt = self._attempts.get((output.key.request_id, output.key.attempt))
+            if attempt is not None and not attempt.first.done():
+                attempt.first.set_result(output)
+        self._exports.room_freed.set()
+
+    def fill_load(self, load: WorkerLoad) -> WorkerLoad:
+        stats = self._leases.stats()
+        computing = [attempt for attempt in self._attempts.values() if not attempt.is_held]
+        return replace(
+            load,
+            num_waiting=load.num_waiting + self._num_waiting,
+            queued_prompt_tokens=sum(attempt.num_tokens for attempt in computing),
+            num_leases=stats.num_live,
+            held_bytes=stats.held_bytes,
+            kv_bytes_sent=((self._context.config.transfer.backend, self._exports.sent_bytes),),
+        )
+
+    def is_idle(self) -> bool:
+        return not self._attempts and self._exports.is_idle()
+
+    async def stop(self) -> None:
+        for key in list(self._attempts):
+            await self._abort(key, "the prefill worker is stopping")
+        self._exports.close()
+        if self._reaper is not None:
+            self._reaper.cancel()
+
+    def connect(self, messages: AsyncIterator[ToHolder]) -> AsyncIterator[ToReader]:
+        return self._exports.connect(messages)
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    async def prefill(self, request: PrefillRequest) -> PrefillReply:
+        context, asked = self._context, request.request
+        context.check(asked, request.worker_incarnation)
+        key = (asked.request_id, asked.attempt)
+        if key in self._tombstones:
+            raise Cancelled("the attempt was aborted before it arrived")
+        if key in self._attempts:
+            raise Cancelled("the attempt is here already")
+        num_tokens = asked.num_prompt_tokens + len(asked.choices[0].accepted)
+        self._check_size(num_tokens)
+        attempt = _Attempt(
+            handoff_id=request.handoff_id,
+            task=asyncio.current_task(),
+            num_tokens=num_tokens,
+            first=asyncio.get_running_loop().create_future(),
+        )
+        self._attempts[key] = attempt
+        try:
+            async with asyncio.timeout(asked.deadline_s):
+                return await self._run(request, attempt)
+        except TimeoutError:
+            raise DeadlineExceeded("the deadline passed during prefill") from None
+        finally:
+            self._attempts.pop(key, None)
+
+    async def abort_prefill(self, request: AbortRequest) -> AbortReply:
+        self._tombstones.add(request.request_id, request.attempt)
+        wanted = [
+            key for key in self._attempts if key[0] == request.request_id and request.attempt in (0, key[1])
+        ]
+        found = False
+        for key in wanted:
+            found |= await self._abort(key, request.reason)
+        found |= self._exports.end_request(request.request_id, request.attempt, Cancelled(request.reason))
+        return AbortReply(found=found)
+
+    # -- one attempt --------------------------------------------------------------------------------------------------
+
+    async def _run(self, request: PrefillRequest, attempt: _Attempt) -> PrefillReply:
+        context, asked, handoff_id = self._context, request.request, request.handoff_id
+        arrived_at = time.monotonic()
+        await context.failpoints.reach("prefill.queued")
+        reservation = await self._wait_for_room(request, attempt)
+        accepted = asked.choices[0].accepted
+        sequence_key = SequenceKey(request_id=asked.request_id, attempt=asked.attempt, choice=0)
+        sequence = Sequence(
+            key=sequence_key,
+            tokens=[*asked.prompt_token_ids, *accepted],
+            num_prompt_tokens=asked.num_prompt_tokens,
+            sampling=asked.sampling,
+            pause_at=attempt.num_tokens + 1,
+            reservation=reservation,
+        )
+        added_at = time.monotonic()
+        is_over = False
+        try:
+            await context.steps.call(lambda engine: engine.add(sequence))
+            await context.failpoints.reach("prefill.computing")
+            output = await attempt.first
+            if output.error is not None:
+                raise output.error
+            first = _first_token(output)
+            blocks = sequence.block_table
+            if first.finish_reason is not None:
+                await self._discard(sequence)
+                self._exports.end(handoff_id, Cancelled("the request ended at its first token"))
+            else:
+                await context.steps.call(lambda engine: _lease_blocks(engine, sequence_key))
+                is_over = True
+                attempt.is_held = True
+                await asyncio.shield(self._exports.seal(handoff_id, list(blocks), (first,)))
+            is_over = True
+        finally:
+            if not is_over:
+                await asyncio.shield(self._discard(sequence))
+                self._exports.end(handoff_id, Cancelled("the prefill ended without a first token"))
+        started_at = sequence.first_step_at or added_at
+        return PrefillReply(
+            first_tokens=(first,),
+            num_cached_tokens=sequence.num_cached,
+            stages=StageTimes(
+                prefill_queue_s=max(0.0, started_at - arrived_at),
+                prefill_s=max(0.0, time.monotonic() - started_at),
+                num_prompt_tokens_computed=sequence.num_prompt_computed,
+                num_cached_tokens=sequence.num_cached,
+            ),
+        )
+
+    async def _wait_for_room(self, request: PrefillRequest, attempt: _Attempt) -> Reservation:
+        """Blocks for the whole prompt and a lease within the quota; the head of the line waits, nobody overtakes it."""
+        if self._num_waiting >= self._context.pool_config.max_queue:
+            raise QueueFull(f"{self._context.worker_id} has {self._num_waiting} prompts waiting")
+        num_blocks = self._context.geometry.blocks_for(attempt.num_tokens)
+        self._num_waiting += 1
+        try:
+            async with self._room_turn:
+                while True:
+                    self._exports.room_freed.clear()
+                    try:
+                        reservation = self._context.engine.pool.reserve(num_blocks)
+                    except OutOfBlocks:
+                        await self._room_freed()
+                        continue
+                    try:
+                        self._begin_export(request, attempt)
+                    except OutOfBlocks:
+                        reservation.release()
+                        await self._room_freed()
+                        continue
+                    except BaseException:
+                        reservation.release()
+                        raise
+                    return reservation
+        finally:
+            self._num_waiting -= 1
+
+    def _begin_export(self, request: PrefillRequest, attempt: _Attempt) -> None:
+        asked = request.request
+        self._exports.begin(
+            request.handoff_id,
+            request_id=asked.request_id,
+            attempt=asked.attempt,
+            num_tokens=attempt.num_tokens,
+            deadline_s=asked.deadline_s,
+        )
+
+    async def _room_freed(self) -> None:
+        try:
+            async with asyncio.timeout(_ROOM_RETRY_S):
+                await self._exports.room_freed.wait()
+        except TimeoutError:
+            pass  # blocks may also come back without an event
+
+    def _check_size(self, num_tokens: int) -> None:
+        limits, geometry = self._context.engine.limits, self._context.geometry
+        if num_tokens >= limits.max_context:
+            raise ContextTooLong(f"{num_tokens} tokens do not fit a context of {limits.max_context}", param="prompt")
+        room = int(limits.num_blocks * self._context.config.transfer.held_fraction)
+        if geometry.blocks_for(num_tokens) > room:
+            raise ContextTooLong(
+                f"the prompt needs {geometry.blocks_for(num_tokens)} KV blocks, {self._context.worker_id} may hold {room}; "
+                "raise kv.memory_bytes or shorten the prompt",
+                param="prompt",
+            )
+
+    async def _discard(self, sequence: Sequence) -> None:
+        """Off the engine, blocks freed; legal in every state of the sequence."""
+        key = sequence.key
+        await self._context.steps.call(lambda engine: engine.remove(key))
+
+    async def _abort(self, key: tuple[RequestId, int], reason: str) -> bool:
+        """Cancel the call of a running attempt and wait until its blocks are back."""
+        attempt = self._attempts.get(key)
+        if attempt is None or attempt.is_held or attempt.task is None:
+            return False
+        if not attempt.first.done():
+            attempt.first.set_exception(Cancelled(reason))
+            attempt.first.exception()  # taken here too: the call may end before it looks
+        else:
+            attempt.task.cancel()
+        await asyncio.gather(_ended(attempt.task), return_exceptions=True)
+        return True
+
+
+async def _ended(task: "asyncio.Task[PrefillReply]") -> None:
+    """Wait for a task of somebody else's; its outcome is its owner's."""
+    await asyncio.wait({task})
+
+
+def _first_token(output: SequenceOutput) -> FirstToken:
+    return FirstToken(
+        choice=output.key.choice,
+        index=output.index,
+        token_id=output.token_id,
+        logprobs=output.logprobs,
+        finish_reason=output.finish_reason,
+        stop_token_id=output.stop_token_id,
+    )

@@ -1,0 +1,109 @@
+"""What a role is given: the engine, the thread that runs it, the memory that transfers, and who we are."""
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from core.clock import Clock
+from core.config import ClusterConfig, ModelConfigSection, PoolConfig
+from core.errors import InvalidRequest, ModelNotFound, StaleIncarnation, WorkerDraining
+from core.failpoints import Failpoints
+from core.ids import Incarnation, RequestId, WorkerId
+from core.kv import KVFormat, KVGeometry
+from core.telemetry import Telemetry
+from core.types import GenerateRequest, Role, WorkerLoad
+from engine.engine import Engine, StepResult
+from kvtransfer.digest import Digester
+from rpc.server import RpcServer
+from worker.step_thread import StepThread
+
+
+@dataclass(slots=True, kw_only=True)
+class WorkerContext:
+    """One worker, composed. ``is_draining`` is the only field that changes."""
+
+    config: ClusterConfig
+    model: ModelConfigSection
+    pool_config: PoolConfig
+    role: Role
+    worker_id: WorkerId
+    incarnation: Incarnation
+    clock: Clock
+    telemetry: Telemetry
+    failpoints: Failpoints
+    engine: Engine
+    steps: StepThread
+    digester: Digester
+    is_draining: bool = False
+
+    @property
+    def format(self) -> KVFormat:
+        return self.engine.format
+
+    @property
+    def geometry(self) -> KVGeometry:
+        return self.engine.geometry
+
+    def check(self, request: GenerateRequest, incarnation: Incarnation) -> None:
+        """Refuse what was meant for somebody else, or what this worker cannot do. Raises a typed error."""
+        if incarnation != self.incarnation:
+            raise StaleIncarnation(f"{self.worker_id} was restarted since the placement", worker_id=self.worker_id)
+        if self.is_draining:
+            raise WorkerDraining(f"{self.worker_id} is draining", worker_id=self.worker_id)
+        if request.model != self.model.name:
+            raise ModelNotFound(f"{self.worker_id} serves {self.model.name!r}, not {request.model!r}")
+        if not request.prompt_token_ids:
+            raise InvalidRequest("the prompt has no tokens", param="prompt")
+        if len(request.choices) != 1 or request.sampling.n != 1:
+            raise InvalidRequest("n > 1 is not supported yet", param="n")
+        vocab_size = self.engine.limits.vocab_size
+        if max(request.prompt_token_ids) >= vocab_size:
+            raise InvalidRequest(f"a prompt token id is not below the vocabulary size {vocab_size}", param="prompt")
+
+
+class WorkerRole(Protocol):
+    """What makes a worker a prefill or a decode worker. One instance for one worker."""
+
+    def add_services(self, server: RpcServer) -> None: ...
+
+    async def start(self) -> None: ...
+
+    def on_step(self, result: StepResult, started_at: float, ended_at: float) -> None:
+        """On the event loop, after each step; times are ``time.monotonic``."""
+
+    def fill_load(self, load: WorkerLoad) -> WorkerLoad:
+        """Add what only the role knows to a heartbeat."""
+
+    def is_idle(self) -> bool:
+        """Nothing is queued, running, held or in transfer: a draining worker may exit."""
+
+    async def stop(self) -> None:
+        """End everything at once; whoever waits gets a typed error."""
+
+
+class Tombstones:
+    """Attempts that are over, remembered for a while, so that a message that was overtaken by its abort finds out."""
+
+    def __init__(self, clock: Clock, keep_s: float) -> None:
+        self._clock = clock
+        self._keep_s = keep_s
+        self._until: dict[tuple[RequestId, int], float] = {}
+
+    def add(self, request_id: RequestId, attempt: int) -> None:
+        """Attempt 0 stands for every attempt of the request."""
+        now = self._clock.now()
+        if len(self._until) > 1024:
+            self._until = {key: until for key, until in self._until.items() if until > now}
+        self._until[request_id, attempt] = now + self._keep_s
+
+    def __contains__(self, key: tuple[RequestId, int]) -> bool:
+        now = self._clock.now()
+        return any(self._until.get((key[0], attempt), 0.0) > now for attempt in (key[1], 0))
+
+
+async def gather_quietly(tasks: Iterable[asyncio.Task[object]]) -> None:
+    """Wait for tasks whose outcome was taken elsewhere."""
+    tasks = list(tasks)
+    if tasks:
+        await asyncio.gather(*tasks, return_exceptions=True)

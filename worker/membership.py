@@ -1,0 +1,70 @@
+"""A worker's membership: one stream to the router with its registration, its load, and the router's commands.
+
+A router that is away changes nothing for running requests: the worker serves on and joins again.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+
+from core.errors import ServingError
+from core.types import CommandKind, WorkerCommand, WorkerLoad, WorkerRegistration
+from rpc.clients import RouterClient
+
+log = logging.getLogger(__name__)
+
+_BACKOFF_S = (0.1, 0.2, 0.5, 1.0)
+
+
+class Membership:
+    """Keeps the worker joined until cancelled. ``load`` is asked at every heartbeat."""
+
+    def __init__(
+        self,
+        router: RouterClient,
+        registration: WorkerRegistration,
+        *,
+        load: Callable[[], WorkerLoad],
+        on_command: Callable[[WorkerCommand], None],
+        heartbeat_s: float,
+    ) -> None:
+        self._router = router
+        self._registration = registration
+        self._load = load
+        self._on_command = on_command
+        self._heartbeat_s = heartbeat_s
+        self._now = asyncio.Event()
+        self.is_joined = False
+
+    def report_now(self) -> None:
+        """Send the load at once instead of at the next heartbeat (e.g. when draining begins)."""
+        self._now.set()
+
+    async def run(self) -> None:
+        """Join, and join again whenever the stream ends."""
+        failures = 0
+        while True:
+            try:
+                async for command in self._router.join(self._messages()):
+                    failures = 0
+                    if command.kind is CommandKind.REREGISTER:
+                        break
+                    self._on_command(command)
+            except ServingError as error:
+                if self.is_joined or failures == 0:
+                    log.warning("not joined to the router", extra={"reason": error.message})
+            self.is_joined = False
+            await asyncio.sleep(_BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
+            failures += 1
+
+    async def _messages(self) -> AsyncIterator[WorkerRegistration | WorkerLoad]:
+        yield self._registration
+        while True:
+            yield self._load()
+            self.is_joined = True
+            try:
+                async with asyncio.timeout(self._heartbeat_s):
+                    await self._now.wait()
+            except TimeoutError:
+                pass
+            self._now.clear()

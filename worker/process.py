@@ -1,0 +1,297 @@
+"""The life of a worker process: compose, serve, stay joined, drain, end.
+
+::
+
+    STARTING --engine loaded, ports bound--> READY --SIGTERM | drain command--> DRAINING --idle | drain_s--> ended
+                                               `--step thread or transfer thread died--> ended (exit code 1: be restarted)
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from core.clock import MonotonicClock
+from core.config import ClusterConfig
+from core.failpoints import Failpoints
+from core.handoff import LinkInfo, PeerInfo
+from core.ids import WorkerId, new_incarnation
+from core.probes import ProbeServer
+from core.telemetry import setup_telemetry
+from core.types import (
+    CommandKind,
+    ModelRecord,
+    Role,
+    WorkerCommand,
+    WorkerLoad,
+    WorkerRegistration,
+    WorkerState,
+)
+from engine.engine import Engine, StepResult
+from kvtransfer.backends.base import Backend, Identity
+from kvtransfer.custody import Custody
+from kvtransfer.digest import Digester
+from kvtransfer.layout import Region, kv_region
+from kvtransfer.lease import LeaseTable
+from kvtransfer.memory import Scratch
+from kvtransfer.slot import SlotMemory
+from kvtransfer.transfer_thread import TransferThread
+from rpc.clients import RouterClient
+from rpc.server import RpcServer
+from worker.context import WorkerContext, WorkerRole
+from worker.membership import Membership
+from worker.metrics import WorkerMetrics
+from worker.step_thread import StepThread
+
+log = logging.getLogger(__name__)
+
+_IDLE_POLL_S = 0.05
+_STOP_GRACE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferMemory:
+    """A worker's part in hand-offs, for both roles: P uses ``leases``, D uses ``transfers``."""
+
+    me: PeerInfo
+    leases: LeaseTable
+    transfers: TransferThread
+
+
+MakeRole = Callable[[WorkerContext, TransferMemory], WorkerRole]
+
+
+class Worker:
+    """One worker, composed but for its role. Also what in-process clusters of tests are made of."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        *,
+        model: str,
+        role: Role,
+        worker_id: WorkerId,
+        engine: Engine,
+        backend: Backend,
+        make_role: MakeRole,
+    ) -> None:
+        section = config.model(model)
+        self._loop = asyncio.get_running_loop()
+        self._stopped = asyncio.Event()
+        self.exit_code = 0
+        self.steps = StepThread(
+            engine,
+            on_step=self._on_step,
+            on_death=self._on_death,
+            failpoints=(failpoints := Failpoints(config.failpoints)),
+        )
+        transfer = config.transfer
+        self.context = WorkerContext(
+            config=config,
+            model=section,
+            pool_config=section.pools[role],
+            role=role,
+            worker_id=worker_id,
+            incarnation=new_incarnation(),
+            clock=MonotonicClock(),
+            telemetry=setup_telemetry(worker_id, config.telemetry),
+            failpoints=failpoints,
+            engine=engine,
+            steps=self.steps,
+            digester=Digester.at_address(transfer.digest, engine.geometry, engine.kv_region.address),
+        )
+        self._memory = self._join_memory(backend)
+        self.role = make_role(self.context, self._memory)
+        self.metrics = WorkerMetrics(self.context, self._memory.transfers, self._memory.leases)
+        self._server = RpcServer()
+        self._probes = ProbeServer(ready=self._why_not_ready, metrics=self._render_metrics)
+        self._membership: Membership | None = None
+        self._router: RouterClient | None = None
+        self._joining: asyncio.Task[None] | None = None
+        self.state = WorkerState.STARTING
+
+    def _join_memory(self, backend: Backend) -> TransferMemory:
+        """Register the engine's blocks, the lease slots and the scratch cells with the backend, once."""
+        context, transfer = self.context, self.context.config.transfer
+        slots, scratch = SlotMemory(transfer.max_leases), Scratch()
+        link: LinkInfo = backend.open(
+            Identity(worker_id=context.worker_id, incarnation=context.incarnation),
+            (
+                kv_region(context.engine.kv_region, context.geometry),
+                Region(memory=slots.region()),
+                Region(memory=scratch.region()),
+            ),
+        )
+        geometry = context.geometry
+        return TransferMemory(
+            me=PeerInfo(
+                worker_id=context.worker_id,
+                incarnation=context.incarnation,
+                format=context.format,
+                geometry=geometry,
+                link=link,
+            ),
+            leases=LeaseTable(
+                slots,
+                block_bytes=geometry.block_bytes,
+                lease_s=transfer.lease_s,
+                quota_bytes=int(geometry.num_blocks * transfer.held_fraction) * geometry.block_bytes,
+            ),
+            transfers=TransferThread(
+                backend,
+                geometry=geometry,
+                scratch=scratch,
+                custody=Custody(context.engine.pool),
+                clock=context.clock,
+                name="baton-transfers",
+                stall_s=transfer.stall_s,
+                handshake_s=transfer.handshake_s,
+            ),
+        )
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Bind, serve, join the router. Raises ConfigError."""
+        context = self.context
+        self.steps.start()
+        self._memory.transfers.start()
+        self.role.add_services(self._server)
+        await self.role.start()
+        worker = context.config.worker
+        address = await self._server.start(f"{worker.host}:{worker.port}")
+        http_address = await self._probes.start(f"{worker.host}:0")
+        self.state = WorkerState.READY
+        self._router = RouterClient(context.config.router.listen)
+        self._membership = Membership(
+            self._router,
+            self._registration(address, http_address),
+            load=self.load,
+            on_command=self._on_command,
+            heartbeat_s=context.config.router.heartbeat_s,
+        )
+        self._joining = asyncio.create_task(self._membership.run(), name="membership")
+        log.info("worker ready", extra={"worker_id": context.worker_id, "address": address, "http": http_address})
+
+    async def run_until_stopped(self) -> int:
+        """Serve until a signal, a drain command or a dead thread. Returns the exit code."""
+        for name in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(name, self._begin_drain, f"signal {name.name}")
+        await self._stopped.wait()
+        return self.exit_code
+
+    async def stop(self) -> None:
+        """End everything at once."""
+        self.state = WorkerState.DRAINING
+        self.context.is_draining = True
+        await self.role.stop()
+        await self._server.stop(_STOP_GRACE_S)
+        if self._joining is not None:
+            self._joining.cancel()
+            await asyncio.gather(self._joining, return_exceptions=True)
+        if self._router is not None:
+            await self._router.close()
+        await self._probes.stop()
+        await asyncio.to_thread(self._memory.transfers.stop, 2.0)
+        await asyncio.to_thread(self.steps.stop)
+
+    def _begin_drain(self, reason: str) -> None:
+        if self.state is WorkerState.DRAINING:
+            return
+        log.info("draining", extra={"worker_id": self.context.worker_id, "reason": reason})
+        self.state = WorkerState.DRAINING
+        self.context.is_draining = True
+        if self._membership is not None:
+            self._membership.report_now()
+        self._drain_task = asyncio.create_task(self._drain(), name="drain")
+
+    async def _drain(self) -> None:
+        """Refuse new work, finish what runs (leases included) up to ``drain_s``."""
+        try:
+            async with asyncio.timeout(self.context.config.worker.drain_s):
+                while not self.role.is_idle():
+                    await asyncio.sleep(_IDLE_POLL_S)
+        except TimeoutError:
+            log.warning("drain limit reached, ending what is left")
+        self._stopped.set()
+
+    def _on_command(self, command: WorkerCommand) -> None:
+        if command.kind is CommandKind.DRAIN:
+            self._begin_drain(command.reason or "asked by the router")
+
+    # -- from the step thread -----------------------------------------------------------------------------------------
+
+    def _on_step(self, result: StepResult, started_at: float, ended_at: float) -> None:
+        self._loop.call_soon_threadsafe(self._take_step, result, started_at, ended_at)
+
+    def _take_step(self, result: StepResult, started_at: float, ended_at: float) -> None:
+        self.metrics.observe_step(result, ended_at - started_at)
+        self.role.on_step(result, started_at, ended_at)
+
+    def _on_death(self, error: Exception) -> None:
+        self._loop.call_soon_threadsafe(self._die)
+
+    def _die(self) -> None:
+        """The engine is lost: be restarted. Peers and gateways see the broken streams at once."""
+        self.exit_code = 1
+        self._stopped.set()
+
+    # -- reports ------------------------------------------------------------------------------------------------------
+
+    def load(self) -> WorkerLoad:
+        engine = self.context.engine
+        counters = engine.counters()
+        return self.role.fill_load(
+            WorkerLoad(
+                state=self.state,
+                num_running=counters.num_running,
+                num_waiting=counters.num_waiting,
+                blocks=engine.pool.counts(),
+                prompt_tokens_computed=counters.prompt_tokens_computed,
+                tokens_generated=counters.tokens_generated,
+                num_steps=counters.num_steps,
+                busy_s=self.steps.busy_s,
+            )
+        )
+
+    def _registration(self, address: str, http_address: str) -> WorkerRegistration:
+        context, limits = self.context, self.context.engine.limits
+        return WorkerRegistration(
+            worker_id=context.worker_id,
+            incarnation=context.incarnation,
+            role=context.role,
+            model=ModelRecord(
+                name=context.model.name,
+                format_hash=context.format.hash(),
+                block_size=context.geometry.block_size,
+                max_context=limits.max_context,
+                vocab_size=limits.vocab_size,
+            ),
+            address=address,
+            http_address=http_address,
+            pid=os.getpid(),
+            hostname=socket.gethostname(),
+            num_blocks=limits.num_blocks,
+            block_bytes=context.geometry.block_bytes,
+            max_sequences=limits.max_sequences,
+            max_step_tokens=limits.max_step_tokens,
+            transfer_backend=context.config.transfer.backend,
+        )
+
+    def _why_not_ready(self) -> str | None:
+        if self.state is not WorkerState.READY:
+            return str(self.state)
+        if not self.steps.is_alive:
+            return "the step thread is dead"
+        if not self._memory.transfers.is_alive:
+            return "the transfer thread is dead"
+        if self._membership is None or not self._membership.is_joined:
+            return "not joined to the router"
+        return None
+
+    def _render_metrics(self) -> bytes:
+        self.metrics.refresh(self.load())
+        return self.context.telemetry.render_metrics()

@@ -1,0 +1,120 @@
+"""The one thread that owns the engine: it runs steps, and between steps whatever others ask of the engine.
+
+Others never touch scheduler, sequences or model; they :meth:`~StepThread.submit` a command. The block pool alone is safe from
+any thread. One of the three places that may catch ``Exception`` (design.md 6): a step that fails is the end of the process,
+because the state of the device is unknown; the supervisor starts a new incarnation.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from core.failpoints import Failpoints
+from engine.engine import Engine, StepResult
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class StepThread:
+    """``on_step`` (result, start and end by ``time.monotonic``) and ``on_death`` are called on this thread; they must only hand
+    the result on."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        on_step: Callable[[StepResult, float, float], None],
+        on_death: Callable[[Exception], None],
+        failpoints: Failpoints,
+    ) -> None:
+        self._engine = engine
+        self._on_step = on_step
+        self._on_death = on_death
+        self._failpoints = failpoints
+        self._commands: deque[tuple[Callable[[Engine], Any], Future[Any]]] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._dead: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="baton-steps", daemon=True)
+        self.busy_s = 0.0
+        """Seconds spent in steps."""
+        self.step_started_at: float | None = None
+        """``time.monotonic`` of the running step: a probe sees a hung device by it."""
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 10.0) -> bool:
+        """Finish the running step, then end. Commands that were not run are cancelled. False when the step hangs."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def submit(self, command: Callable[[Engine], T]) -> Future[T]:
+        """Run ``command(engine)`` between two steps. Its exception is the future's, and harms nobody else."""
+        future: Future[T] = Future()
+        with self._wake:
+            if self._stopping or self._dead is not None:
+                future.cancel()
+                return future
+            self._commands.append((command, future))
+            self._wake.notify()
+        return future
+
+    async def call(self, command: Callable[[Engine], T]) -> T:
+        """:meth:`submit`, awaited. The command runs even if the caller is cancelled."""
+        return await asyncio.shield(asyncio.wrap_future(self.submit(command)))
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive() and self._dead is None
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except Exception as error:
+            self._dead = error
+            log.critical("the step thread died", exc_info=error)
+            self._on_death(error)
+        finally:
+            with self._wake:
+                self._stopping = True
+                commands = list(self._commands)
+                self._commands.clear()
+            for _, future in commands:
+                future.cancel()
+
+    def _turn(self) -> bool:
+        """Commands, then one step. False when the thread is to end."""
+        with self._wake:
+            while not (self._stopping or self._commands or self._engine.has_work):
+                self._wake.wait()
+            if self._stopping:
+                return False
+            commands = list(self._commands)
+            self._commands.clear()
+        for command, future in commands:
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(command(self._engine))
+            except Exception as error:
+                future.set_exception(error)
+        if self._engine.has_work:
+            self._failpoints.hit("worker.step")
+            self.step_started_at = started = time.monotonic()
+            result = self._engine.step()
+            ended = time.monotonic()
+            self.busy_s += ended - started
+            self.step_started_at = None
+            self._on_step(result, started, ended)
+        return True
