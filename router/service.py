@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import signal
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from core.clock import Clock
@@ -64,8 +65,11 @@ class RouterServer:
         await self._probes.stop()
 
 
-async def run(config: ClusterConfig) -> None:
-    """The router process: serve until SIGTERM or SIGINT, then stop within 2 s. Raises ConfigError at start."""
+async def run(config: ClusterConfig, *, announce: Callable[[Mapping[str, str]], None] = lambda addresses: None) -> None:
+    """The router process: serve until SIGTERM or SIGINT, then stop within 2 s. Raises ConfigError at start.
+
+    ``announce`` is told the addresses by protocol once they are served.
+    """
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -80,6 +84,7 @@ async def run(config: ClusterConfig) -> None:
             "incarnation": format_incarnation(server.handler.incarnation),
         },
     )
+    announce({"grpc": server.address, "http": server.http_address})
     await stopping.wait()
     log.info("router stopping")
     with suppress(TimeoutError):

@@ -1,0 +1,124 @@
+"""The command line: ``baton up``, ``baton chat``, ``baton status``, ``baton config``.
+
+Exit codes: 0 done, 1 it failed while running, 2 it cannot run as asked (the line says what to change), 130 interrupted.
+"""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+
+from core.config import ClusterConfig, dump_config, load_config
+from core.errors import ConfigError, ServingError
+from deploy.launcher import ERROR_PREFIX, EXIT_CONFIG, EXIT_FAILED
+
+EXIT_INTERRUPTED = 130
+Command = Callable[[argparse.Namespace, ClusterConfig], int]
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    run: Command = options.run
+    try:
+        return run(options, load_config(options.config, overrides=options.set))
+    except ConfigError as error:
+        return fail(error.message, EXIT_CONFIG)
+    except ServingError as error:
+        return fail(error.message, EXIT_FAILED)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output went away; nothing is left to say
+        return EXIT_FAILED
+
+
+def fail(message: str, code: int) -> int:
+    """One line on standard error, whatever the message was."""
+    print(ERROR_PREFIX + " ".join(message.split()), file=sys.stderr)
+    return code
+
+
+def _up(options: argparse.Namespace, config: ClusterConfig) -> int:
+    from baton.up import up
+
+    if options.launcher is not None:
+        launcher = config.launcher.model_copy(update={"kind": options.launcher})
+        config = config.model_copy(update={"launcher": launcher})
+    return asyncio.run(up(config, log_dir=options.log_dir))
+
+
+def _chat(options: argparse.Namespace, config: ClusterConfig) -> int:
+    from baton.chat import chat
+
+    url = options.url or f"http://{config.gateway.listen}"
+    return asyncio.run(chat(url, options.message, model=options.model, max_tokens=options.max_tokens))
+
+
+def _status(options: argparse.Namespace, config: ClusterConfig) -> int:
+    from baton.status import show_status
+
+    return asyncio.run(show_status(options.router or config.router.listen, as_json=options.json))
+
+
+def _config_show(options: argparse.Namespace, config: ClusterConfig) -> int:
+    print(dump_config(config), end="")
+    return 0
+
+
+def _config_check(options: argparse.Namespace, config: ClusterConfig) -> int:
+    from modelfiles.model import open_model
+
+    for model in config.models:
+        open_model(model.path)
+    print("the configuration is good")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="baton", description="A disaggregated prefill/decode serving cluster.")
+    parser.add_argument("--version", action="version", version=f"baton {installed_version()}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--config", metavar="FILE", help="YAML file; without it the defaults hold")
+    common.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="e.g. gateway.listen=0.0.0.0:80"
+    )
+
+    up = commands.add_parser("up", parents=[common], help="start a cluster and keep it running until Ctrl-C")
+    up.add_argument("--launcher", choices=["ray", "process"], help="default: launcher.kind of the configuration")
+    up.add_argument("--log-dir", metavar="DIR", help="keep the logs of all processes here")
+    up.set_defaults(run=_up)
+
+    chat = commands.add_parser("chat", parents=[common], help="ask a question, see the answer and where the time went")
+    chat.add_argument("message")
+    chat.add_argument("--model", help="default: the first model that the gateway serves")
+    chat.add_argument("--max-tokens", type=int, default=256)
+    chat.add_argument("--url", help="default: the gateway of the configuration")
+    chat.set_defaults(run=_chat)
+
+    status = commands.add_parser("status", parents=[common], help="pools, workers and gateways of a running cluster")
+    status.add_argument("--json", action="store_true")
+    status.add_argument("--router", metavar="HOST:PORT", help="default: the router of the configuration")
+    status.set_defaults(run=_status)
+
+    config = commands.add_parser("config", help="show or check a configuration").add_subparsers(
+        metavar="COMMAND", required=True
+    )
+    show = config.add_parser("show", parents=[common], help="print the effective configuration as YAML")
+    show.set_defaults(run=_config_show)
+    check = config.add_parser("check", parents=[common], help="check keys, values and model files")
+    check.set_defaults(run=_config_check)
+    return parser
+
+
+def installed_version() -> str:
+    try:
+        return version("baton-serve")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""Entry point of every process of a cluster: ``python -m baton.process router|gateway|worker ...``.
+
+Keeps the promises that a launcher relies on (:mod:`deploy.launcher`): one ready line, one error line, exit codes.
+A component's own packages are imported late, after the environment of a worker is set: torch reads it once.
+"""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Coroutine, Mapping
+from typing import Any
+
+from core.config import ClusterConfig, load_config, set_worker_environment
+from core.errors import ConfigError, ServingError
+from core.types import Role
+from deploy.launcher import ERROR_PREFIX, EXIT_CONFIG, EXIT_FAILED, ready_line
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one component until it is told to stop. Returns its exit code."""
+    options = _parse(argv)
+    try:
+        config = _config(options)
+        asyncio.run(_component(options, config))
+    except ConfigError as error:
+        return _fail(error.message, EXIT_CONFIG)
+    except ServingError as error:
+        return _fail(error.message, EXIT_FAILED)
+    return 0
+
+
+def announce(addresses: Mapping[str, str]) -> None:
+    """Tell the launcher that this component serves, and where."""
+    print(ready_line(addresses), flush=True)
+
+
+def _component(options: argparse.Namespace, config: ClusterConfig) -> Coroutine[Any, Any, None]:
+    match options.kind:
+        case "router":
+            import router.service
+
+            return router.service.run(config, announce=announce)
+        case "gateway":
+            import gateway.app
+
+            return gateway.app.run(config, announce=announce)
+        case _:
+            model, role = config.model(options.model), Role(options.role)
+            if role not in model.pools:
+                raise ConfigError(f"model {model.name!r} has no {role} pool; pools: {', '.join(model.pools)}")
+            set_worker_environment(model.pools[role].num_threads)
+            if role is Role.PREFILL:
+                import prefill_worker.process as prefill
+
+                return prefill.run(config, model, worker_id=options.worker_id, announce=announce)
+            import decode_worker.process as decode
+
+            return decode.run(config, model, role, worker_id=options.worker_id, announce=announce)
+
+
+def _config(options: argparse.Namespace) -> ClusterConfig:
+    """The launcher's effective configuration as it is, or for a person a file, the environment and --set."""
+    if options.config_json is not None:
+        return ClusterConfig.model_validate_json(options.config_json)
+    return load_config(options.config, overrides=options.set)
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="baton.process", description="One process of a cluster.")
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    for kind in ("router", "gateway", "worker"):
+        sub = kinds.add_parser(kind)
+        sub.add_argument("--config", metavar="FILE")
+        sub.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+        sub.add_argument("--config-json", help="the whole effective configuration, in place of the two above")
+        if kind == "worker":
+            sub.add_argument("--model", required=True, help="name of a configured model")
+            sub.add_argument("--role", required=True, choices=[str(role) for role in Role])
+            sub.add_argument("--worker-id", required=True)
+    return parser.parse_args(argv)
+
+
+def _fail(message: str, code: int) -> int:
+    print(ERROR_PREFIX + " ".join(message.split()), file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,205 @@
+"""``baton up``: start a cluster, say how far it is, keep it running, stop it without a trace."""
+
+import asyncio
+import json
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import httpx
+
+from baton.status import table
+from core.config import ClusterConfig, split_address
+from core.errors import ConfigError
+from deploy.cluster import Cluster, resolve_ports
+from deploy.launcher import ComponentEvent, ComponentState, Launcher, LaunchError
+from deploy.process import ProcessLauncher
+from modelfiles.model import open_model
+
+READY_POLL_S = 0.2
+ESSENTIAL = ("router", "gateway")
+"""Without one of these the cluster serves nothing; a pool can do without a worker for a while."""
+
+
+async def up(config: ClusterConfig, *, log_dir: str | None) -> int:
+    """Returns once the cluster was told to stop and has stopped. Raises ConfigError and LaunchError."""
+    for model in config.models:
+        open_model(model.path)  # a wrong model file is told before anything is started
+    config = resolve_ports(config)
+    with tempfile.TemporaryDirectory(prefix="baton-") as run_dir:
+        logs = _make_log_dir(Path(log_dir) if log_dir is not None else Path(run_dir) / "logs")
+        launcher = make_launcher(config, run_dir=Path(run_dir), log_dir=logs)
+        run = UpRun(config, launcher, logs)
+        signals = _Signals(launcher)
+        try:
+            async with launcher:
+                try:
+                    await run.serve()
+                finally:
+                    signals.begin_stop()
+                    run.say("stopping")
+        except asyncio.CancelledError:
+            if not signals.was_told_to_stop:
+                raise
+        finally:
+            signals.restore()
+    run.say("stopped")
+    return 0
+
+
+def make_launcher(config: ClusterConfig, *, run_dir: Path, log_dir: Path) -> Launcher:
+    """The launcher that the configuration names. Ray's is imported only if it is the one."""
+    if config.launcher.kind == "process":
+        return ProcessLauncher(log_dir=log_dir)
+    from deploy.ray_launcher import RayLauncher
+
+    print(f"starting Ray ({config.launcher.ray.address})", flush=True)
+    return RayLauncher(
+        run_dir=run_dir, log_dir=log_dir, address=config.launcher.ray.address, stop_s=config.launcher.stop_s
+    )
+
+
+class UpRun:
+    """The progress of one ``baton up``, from the first process to the table of endpoints and on."""
+
+    def __init__(self, config: ClusterConfig, launcher: Launcher, logs: Path) -> None:
+        self._config = config
+        self._launcher = launcher
+        self._logs = logs
+        self._started_at = time.monotonic()
+        self._ready: dict[str, ComponentEvent] = {}
+        self._names: tuple[str, ...] = ()
+        self._is_up = False
+
+    def say(self, text: str) -> None:
+        print(f"[{time.monotonic() - self._started_at:6.1f} s] {text}", flush=True)
+
+    async def serve(self) -> None:
+        """Start everything, show the endpoints, follow events until cancelled. Raises LaunchError."""
+        self._names = await Cluster(self._config, self._launcher).start()
+        self.say(f"starting {', '.join(self._names)}")
+        following = asyncio.create_task(self._follow(), name="up/events")
+        waiting = asyncio.create_task(self._wait_until_ready(), name="up/ready")
+        try:
+            timeout_s = self._config.launcher.start_timeout_s
+            await asyncio.wait({following, waiting}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if following.done():
+                following.result()
+            if not waiting.done():
+                missing = ", ".join(name for name in self._names if name not in self._ready) or "the gateway's /ready"
+                raise LaunchError(
+                    f"still waiting for {missing} after {timeout_s:g} s; look into {self._logs} (--log-dir keeps the "
+                    "logs), or allow more: --set launcher.start_timeout_s=600"
+                )
+            waiting.result()
+            self._is_up = True
+            print(self._endpoints(), flush=True)
+            await following
+        finally:
+            following.cancel()
+            waiting.cancel()
+            await asyncio.gather(following, waiting, return_exceptions=True)
+
+    async def _follow(self) -> None:
+        async for event in self._launcher.events():
+            match event.state:
+                case ComponentState.READY:
+                    self._ready[event.component] = event
+                    self.say(f"{event.component} is ready, pid {event.pid}")
+                case ComponentState.WAITING:
+                    self.say(event.message)
+                case ComponentState.EXITED:
+                    self.say(f"{event.component} ended with exit code {event.exit_code} {event.message}".rstrip())
+                case ComponentState.FAILED:
+                    self._fail(event)
+                case _:
+                    pass
+
+    def _fail(self, event: ComponentEvent) -> None:
+        if self._is_up and event.component not in ESSENTIAL:
+            self.say(f"{event.component} is given up: {event.message}")
+            return
+        for line in event.tail if event.message not in "".join(event.tail) else ():
+            print(f"  {event.component}: {line}", file=sys.stderr)
+        raise LaunchError(f"{event.component}: {event.message}")
+
+    async def _wait_until_ready(self) -> None:
+        """Until the gateway says that every model can be served, and every component has said that it serves."""
+        async with httpx.AsyncClient(timeout=5, trust_env=False) as client:
+            while True:
+                if all(name in self._ready for name in self._names) and await _answers(client, self._ready_url()):
+                    return
+                await asyncio.sleep(READY_POLL_S)
+
+    def _ready_url(self) -> str:
+        return f"http://{_reachable(self._config.gateway.listen)}/ready"
+
+    def _endpoints(self) -> str:
+        gateway = f"http://{_reachable(self._config.gateway.listen)}"
+        rows = [
+            (name, str(event.pid), event.addresses.get("grpc", "-"), event.addresses.get("http", "-"))
+            for name, event in ((name, self._ready[name]) for name in self._names)
+        ]
+        question = {
+            "model": self._config.models[0].name,
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        }
+        return (
+            f"\nBaton is up. OpenAI API: {gateway}/v1   logs: {self._logs}\n\n"
+            f"{table(('COMPONENT', 'PID', 'GRPC', 'HTTP (probes, /metrics)'), rows)}\n\n"
+            f"  curl {gateway}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+            f"    -d '{json.dumps(question)}'\n\n"
+            "Ctrl-C stops everything."
+        )
+
+
+class _Signals:
+    """Ctrl-C and SIGTERM: the first ends the run in good order, the next ones end every process now."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        self._is_stopping = False
+        self.was_told_to_stop = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._loop.add_signal_handler(number, self._on_signal)
+
+    def begin_stop(self) -> None:
+        """From here on a signal means: faster."""
+        self._is_stopping = True
+
+    def restore(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._loop.remove_signal_handler(number)
+
+    def _on_signal(self) -> None:
+        if self._is_stopping or self.was_told_to_stop:
+            self._launcher.kill()
+            return
+        self.was_told_to_stop = True
+        assert self._task is not None
+        self._task.cancel()
+
+
+async def _answers(client: httpx.AsyncClient, url: str) -> bool:
+    try:
+        return (await client.get(url)).status_code == httpx.codes.OK
+    except httpx.HTTPError:
+        return False
+
+
+def _reachable(listen: str) -> str:
+    """An address to connect to, for one that is listened on."""
+    host, port = split_address(listen)
+    return f"127.0.0.1:{port}" if host in ("0.0.0.0", "[::]") else listen
+
+
+def _make_log_dir(path: Path) -> Path:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write logs to {path}: {error.strerror}; choose another --log-dir") from None
+    return path

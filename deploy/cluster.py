@@ -1,0 +1,140 @@
+"""From a configuration to processes: which components a cluster has, and keeping pools at their desired sizes."""
+
+import random
+import re
+import socket
+import sys
+from collections.abc import Iterable
+
+from core.config import ClusterConfig, ModelConfigSection, PoolConfig, config_to_json, split_address
+from core.errors import ConfigError
+from core.types import PoolSize, Role
+from deploy.launcher import ComponentKind, ComponentResources, ComponentSpec, Launcher
+
+NOTHING = ComponentResources()
+FREE_PORTS = range(20000, 32000)
+"""Where ports are chosen for components that others must find: above Ray's worker ports (10002-19999) and below the
+kernel's ephemeral ones, so that no outgoing connection takes a port between our look and the component's bind."""
+
+
+def resolve_ports(config: ClusterConfig) -> ClusterConfig:
+    """The same configuration with a number for each port 0 of the router's and the gateway's listen address.
+
+    Others must know these addresses before the process is there, and again after it was restarted.
+    Raises ConfigError for an address that is taken or not of this machine.
+    """
+    router = config.router.model_copy(update={"listen": _resolve("router.listen", config.router.listen)})
+    gateway = config.gateway.model_copy(update={"listen": _resolve("gateway.listen", config.gateway.listen)})
+    if router.listen == gateway.listen:
+        raise ConfigError(f"router.listen and gateway.listen are both {router.listen}; give them different ports")
+    return config.model_copy(update={"router": router, "gateway": gateway})
+
+
+def router_spec(config: ClusterConfig) -> ComponentSpec:
+    return _spec("router", ComponentKind.ROUTER, config)
+
+
+def gateway_spec(config: ClusterConfig) -> ComponentSpec:
+    return _spec("gateway", ComponentKind.GATEWAY, config)
+
+
+def worker_spec(config: ClusterConfig, model: ModelConfigSection, role: Role, index: int) -> ComponentSpec:
+    """Worker number ``index`` of the pool of ``model`` and ``role``; its name is its worker id."""
+    pool = model.pools[role]
+    prefix = "" if len(config.models) == 1 else re.sub(r"[^A-Za-z0-9._-]+", "-", model.name) + "."
+    name = f"{prefix}{role}-{index}"
+    argv = ("--model", model.name, "--role", str(role), "--worker-id", name)
+    return _spec(name, ComponentKind.WORKER, config, argv, _resources(pool))
+
+
+class Cluster:
+    """Starts the components of one configuration on a launcher and brings pools to their desired sizes."""
+
+    def __init__(self, config: ClusterConfig, launcher: Launcher) -> None:
+        self._config = config
+        self._launcher = launcher
+        self._workers: dict[tuple[str, Role], list[str]] = {
+            (model.name, role): [] for model in config.models for role in model.pools
+        }
+
+    async def start(self) -> tuple[str, ...]:
+        """Start everything; who needs whom is settled by their own retries. Returns the names, in a reader's order."""
+        await self._launcher.start(router_spec(self._config))
+        await self._launcher.start(gateway_spec(self._config))
+        await self.apply(
+            PoolSize(model=model.name, role=role, replicas=pool.replicas)
+            for model in self._config.models
+            for role, pool in model.pools.items()
+        )
+        return ("router", "gateway", *(name for names in self._workers.values() for name in names))
+
+    async def apply(self, sizes: Iterable[PoolSize]) -> None:
+        """Start or stop workers until every named pool has its size. The youngest worker goes first."""
+        for size in sizes:
+            names = self._workers[size.model, size.role]
+            while len(names) < size.replicas:
+                spec = worker_spec(self._config, self._config.model(size.model), size.role, len(names))
+                await self._launcher.start(spec)
+                names.append(spec.name)
+            while len(names) > size.replicas:
+                await self._launcher.stop(names[-1])
+                names.pop()
+
+
+def _spec(
+    name: str,
+    kind: ComponentKind,
+    config: ClusterConfig,
+    argv: tuple[str, ...] = (),
+    resources: ComponentResources = NOTHING,
+) -> ComponentSpec:
+    command = (sys.executable, "-m", "baton.process", str(kind), *argv)
+    return ComponentSpec(
+        name=name,
+        kind=kind,
+        argv=(*command, "--config-json", config_to_json(config)),
+        resources=resources,
+        grace_s=max(1.0, config.launcher.stop_s - 2),
+    )
+
+
+def _resources(pool: PoolConfig) -> ComponentResources:
+    asked = pool.resources
+    return ComponentResources(num_cpus=asked.num_cpus, num_gpus=asked.num_gpus, custom=asked.custom)
+
+
+def _resolve(key: str, listen: str) -> str:
+    host, port = split_address(listen)
+    if port != 0:
+        _try_bind(key, host, port)
+        return listen
+    for candidate in random.sample(FREE_PORTS, 50):
+        if _is_free(host, candidate):
+            return f"{host}:{candidate}"
+    raise ConfigError(f"{key}: no free port found for {host}; name one that is free")
+
+
+def _try_bind(key: str, host: str, port: int) -> None:
+    try:
+        _bind(host, port)
+    except OSError as error:
+        raise ConfigError(
+            f"{key}: cannot listen on {host}:{port} ({error.strerror or error}); "
+            f"stop the program that has the port, or choose another: --set {key}={host}:{port + 1}"
+        ) from None
+
+
+def _is_free(host: str, port: int) -> bool:
+    try:
+        _bind(host, port)
+    except OSError:
+        return False
+    return True
+
+
+def _bind(host: str, port: int) -> None:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(address)
+        probe.listen(1)
