@@ -154,6 +154,11 @@ class TransferConfig(_Section):
     """Quota of a prefill worker: the share of its blocks that may be held under leases."""
     max_leases: int = Field(default=1024, ge=1)
 
+    @field_validator("digest", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: object) -> object:
+        return DigestKind.OFF if value is False else value  # YAML reads a bare `off` as false
+
     @model_validator(mode="after")
     def _renewals(self) -> Self:
         if self.renew_s * 2 > self.lease_s:
@@ -337,6 +342,8 @@ def _suggest(location: Sequence[str | int]) -> str:
     """``; known here: a, b`` for an unknown key, found by walking the model tree."""
     section: Any = ClusterConfig
     for part in location[:-1]:
+        if isinstance(part, int):
+            continue
         section = _descend(section, part)
         if section is None:
             return ""
@@ -345,9 +352,9 @@ def _suggest(location: Sequence[str | int]) -> str:
     return ""
 
 
-def _descend(section: Any, part: str | int) -> Any:
+def _descend(section: Any, part: str) -> Any:
     if isinstance(section, type) and issubclass(section, BaseModel):
-        info = section.model_fields.get(str(part))
+        info = section.model_fields.get(part)
         annotation = info.annotation if info is not None else None
     else:
         annotation = section

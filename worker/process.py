@@ -9,18 +9,20 @@
 import asyncio
 import logging
 import os
+import re
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from core.clock import MonotonicClock
-from core.config import ClusterConfig
+from core.config import ClusterConfig, ModelConfigSection
+from core.errors import ConfigError, WorkerLost
 from core.failpoints import Failpoints
 from core.handoff import LinkInfo, PeerInfo
 from core.ids import WorkerId, new_incarnation
 from core.probes import ProbeServer
-from core.telemetry import setup_telemetry
+from core.telemetry import Telemetry, setup_telemetry
 from core.types import (
     CommandKind,
     ModelRecord,
@@ -77,6 +79,7 @@ class Worker:
         engine: Engine,
         backend: Backend,
         make_role: MakeRole,
+        telemetry: Telemetry | None = None,
     ) -> None:
         section = config.model(model)
         self._loop = asyncio.get_running_loop()
@@ -87,6 +90,7 @@ class Worker:
             on_step=self._on_step,
             on_death=self._on_death,
             failpoints=(failpoints := Failpoints(config.failpoints)),
+            core=_own_core(config, section.pools[role].num_threads, role, worker_id),
         )
         transfer = config.transfer
         self.context = WorkerContext(
@@ -97,7 +101,7 @@ class Worker:
             worker_id=worker_id,
             incarnation=new_incarnation(),
             clock=MonotonicClock(),
-            telemetry=setup_telemetry(worker_id, config.telemetry),
+            telemetry=telemetry or Telemetry(component=worker_id),
             failpoints=failpoints,
             engine=engine,
             steps=self.steps,
@@ -112,6 +116,8 @@ class Worker:
         self._router: RouterClient | None = None
         self._joining: asyncio.Task[None] | None = None
         self.state = WorkerState.STARTING
+        self.address = ""
+        self.http_address = ""
 
     def _join_memory(self, backend: Backend) -> TransferMemory:
         """Register the engine's blocks, the lease slots and the scratch cells with the backend, once."""
@@ -162,8 +168,8 @@ class Worker:
         self.role.add_services(self._server)
         await self.role.start()
         worker = context.config.worker
-        address = await self._server.start(f"{worker.host}:{worker.port}")
-        http_address = await self._probes.start(f"{worker.host}:0")
+        self.address = address = await self._server.start(f"{worker.host}:{worker.port}")
+        self.http_address = http_address = await self._probes.start(f"{worker.host}:0")
         self.state = WorkerState.READY
         self._router = RouterClient(context.config.router.listen)
         self._membership = Membership(
@@ -295,3 +301,51 @@ class Worker:
     def _render_metrics(self) -> bytes:
         self.metrics.refresh(self.load())
         return self.context.telemetry.render_metrics()
+
+
+def make_backend(name: str) -> Backend:
+    """The configured transfer backend. Raises ConfigError when it cannot be had here."""
+    if name == "nixl":
+        from kvtransfer.backends.nixl import NixlBackend
+
+        return NixlBackend()
+    raise ConfigError(f"transfer.backend {name!r} only works inside one process (tests); use nixl")
+
+
+def _own_core(config: ClusterConfig, num_threads: int, role: Role, worker_id: str) -> int | None:
+    """A core for the step thread: prefill and decode workers of equal number get different ones, as far as there are."""
+    number = re.search(r"(\d+)$", worker_id)
+    if not config.worker.pin_threads or num_threads != 1 or number is None:
+        return None
+    cores = sorted(os.sched_getaffinity(0))
+    return cores[(2 * int(number[1]) + (role is not Role.PREFILL)) % len(cores)]
+
+
+async def run_worker(
+    config: ClusterConfig,
+    model: ModelConfigSection,
+    role: Role,
+    *,
+    worker_id: str,
+    announce: Callable[[Mapping[str, str]], None],
+    make_role: MakeRole,
+) -> None:
+    """Load, serve, and return after an orderly end. Raises ConfigError, or WorkerLost when a thread died."""
+    telemetry = setup_telemetry(worker_id, config.telemetry)
+    engine = await asyncio.to_thread(load_engine, config, model, role)
+    worker = Worker(
+        config,
+        model=model.name,
+        role=role,
+        worker_id=WorkerId(worker_id),
+        engine=engine,
+        backend=make_backend(config.transfer.backend),
+        make_role=make_role,
+        telemetry=telemetry,
+    )
+    await worker.start()
+    announce({"grpc": worker.address, "http": worker.http_address})
+    exit_code = await worker.run_until_stopped()
+    await worker.stop()
+    if exit_code:
+        raise WorkerLost(f"{worker_id} broke and must be restarted")

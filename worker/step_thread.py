@@ -7,6 +7,7 @@ because the state of the device is unknown; the supervisor starts a new incarnat
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -32,7 +33,10 @@ class StepThread:
         on_step: Callable[[StepResult, float, float], None],
         on_death: Callable[[Exception], None],
         failpoints: Failpoints,
+        core: int | None = None,
     ) -> None:
+        """``core`` pins this thread (alone) to one CPU core: a worker's compute then never migrates."""
+        self._core = core
         self._engine = engine
         self._on_step = on_step
         self._on_death = on_death
@@ -78,6 +82,8 @@ class StepThread:
         return self._thread.is_alive() and self._dead is None
 
     def _run(self) -> None:
+        if self._core is not None:
+            os.sched_setaffinity(0, {self._core})
         try:
             while self._turn():
                 pass

@@ -1,0 +1,166 @@
+"""A real cluster of real processes on loopback, for integration and fault tests. Nothing outlives its ``async with``."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from core.config import ClusterConfig, load_config
+from core.errors import ServingError
+from core.types import ClusterStatus, WorkerState, WorkerStatus
+from deploy.cluster import Cluster, resolve_ports
+from deploy.launcher import ComponentEvent, ComponentState
+from deploy.process import ProcessLauncher
+from rpc.clients import RouterClient
+
+MODEL = "smollm2-135m-instruct"
+START_S = 90.0
+_POLL_S = 0.05
+
+SMALL = (
+    "router.listen=127.0.0.1:0",
+    "gateway.listen=127.0.0.1:0",
+    "router.heartbeat_s=0.1",
+    "router.heartbeat_timeout_s=2",
+    "models.0.kv.num_blocks=400",
+    "worker.drain_s=3",
+)
+"""Settings that make a cluster quick to start, small and quick to notice things."""
+
+
+class ProcessCluster:
+    """``async with ProcessCluster(tmp_path, "transfer.digest=off") as cluster``: ready when entered."""
+
+    def __init__(self, log_dir: Path, *overrides: str) -> None:
+        self.config: ClusterConfig = resolve_ports(load_config(overrides=[*SMALL, *overrides], environ={}))
+        self._log_dir = log_dir
+        self.launcher = ProcessLauncher(log_dir=log_dir)
+        self._events: list[ComponentEvent] = []
+        self._reading: asyncio.Task[None] | None = None
+        self.router = RouterClient(self.config.router.listen)
+        self.http = httpx.AsyncClient(base_url=self.url, timeout=120)
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.config.gateway.listen}"
+
+    async def __aenter__(self) -> Self:
+        await self.launcher.__aenter__()
+        self._reading = asyncio.create_task(self._read_events())
+        try:
+            await Cluster(self.config, self.launcher).start()
+            await self.wait_ready(START_S)
+        except BaseException:
+            await self._close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._close()
+        if error is not None:
+            print(self.logs())
+
+    async def _close(self) -> None:
+        await self.http.aclose()
+        await self.router.close()
+        await self.launcher.close()
+        if self._reading is not None:
+            await self._reading
+
+    async def _read_events(self) -> None:
+        async for event in self.launcher.events():
+            self._events.append(event)
+
+    def logs(self) -> str:
+        """The last lines of every component, for a failing test."""
+        parts = []
+        for path in sorted(self._log_dir.glob("**/*.log")):
+            parts.append(f"--- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-40:]))
+        return "\n".join(parts)
+
+    def pid(self, component: str) -> int:
+        """The process id of the last start of a component."""
+        started = [e for e in self._events if e.component == component and e.state is ComponentState.STARTED]
+        return started[-1].pid
+
+    def kill(self, component: str, signum: int = signal.SIGKILL) -> int:
+        """Send a signal to a component's process; returns its pid."""
+        pid = self.pid(component)
+        os.kill(pid, signum)
+        return pid
+
+    # -- looking --------------------------------------------------------------------------------------------------
+
+    async def status(self) -> ClusterStatus:
+        return await self.router.status()
+
+    async def worker(self, worker_id: str) -> WorkerStatus:
+        for worker in (await self.status()).workers:
+            if worker.registration.worker_id == worker_id and worker.state is not WorkerState.LOST:
+                return worker
+        raise KeyError(worker_id)
+
+    async def wait_for(self, what: str, is_true: Callable[[ClusterStatus], bool], timeout_s: float) -> ClusterStatus:
+        """Poll the router until ``is_true(status)``. Fails with the last status and the logs."""
+        until = time.monotonic() + timeout_s
+        status: ClusterStatus | None = None
+        while time.monotonic() < until:
+            try:
+                status = await self.status()
+                if is_true(status):
+                    return status
+            except ServingError:
+                pass  # the router is starting
+            failed = [e for e in self._events if e.state is ComponentState.FAILED]
+            assert not failed, f"a component cannot run: {failed[0].message} {failed[0].tail}"
+            await asyncio.sleep(_POLL_S)
+        raise AssertionError(f"waited {timeout_s} s in vain for: {what}\n{status}\n{self.logs()}")
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Every pool has its size, and the gateway says that it can serve."""
+        await self.wait_for(
+            "all workers ready", lambda status: all(pool.ready >= pool.desired for pool in status.pools), timeout_s
+        )
+        until = time.monotonic() + timeout_s
+        while time.monotonic() < until:
+            try:
+                if (await self.http.get("/ready")).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass  # the gateway is starting
+            await asyncio.sleep(_POLL_S)
+        raise AssertionError(f"the gateway did not become ready\n{self.logs()}")
+
+    async def wait_idle(self, timeout_s: float = 20.0) -> ClusterStatus:
+        """Laws 1 and 2: nothing is queued, running, held or reserved anywhere, and every block counts once."""
+
+        def is_idle(status: ClusterStatus) -> bool:
+            alive = [worker for worker in status.workers if worker.state is not WorkerState.LOST]
+            for worker in alive:
+                assert worker.load.blocks.is_conserved(), worker
+            return status.num_waiting == status.num_placements == 0 and all(
+                worker.load.blocks.is_idle()
+                and worker.load.num_running == worker.load.num_waiting == worker.load.num_leases == 0
+                and worker.load.num_transfers == 0
+                for worker in alive
+            )
+
+        return await self.wait_for("an idle cluster", is_idle, timeout_s)
+
+    # -- asking ---------------------------------------------------------------------------------------------------
+
+    async def complete(self, prompt: str | list[int], **fields: Any) -> dict[str, Any]:
+        """A plain completion; greedy with token ids unless told otherwise. Raises for an error status."""
+        body = {"model": MODEL, "prompt": prompt, "temperature": 0, "return_token_ids": True, **fields}
+        answer = await self.http.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        result: dict[str, Any] = answer.json()
+        return result

@@ -1,0 +1,82 @@
+"""The configuration: three layers, closed keys, messages that say what to change."""
+
+from pathlib import Path
+
+import pytest
+
+from core.config import DEFAULT_MODEL, child_environment, dump_config, load_config
+from core.errors import ConfigError
+from core.types import Role
+
+
+def test_the_default_is_one_model_with_a_prefill_and_a_decode_pool() -> None:
+    config = load_config(environ={})
+    assert [model.name for model in config.models] == [DEFAULT_MODEL]
+    assert set(config.models[0].pools) == {Role.PREFILL, Role.DECODE}
+
+
+def test_set_wins_over_environment_which_wins_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "baton.yaml"
+    path.write_text("router: {heartbeat_s: 0.1, heartbeat_timeout_s: 9, max_waiting: 1}\n")
+    environ = {"BATON__ROUTER__HEARTBEAT_S": "0.2", "BATON__ROUTER__MAX_WAITING": "2", "OTHER": "x"}
+    config = load_config(str(path), overrides=["router.max_waiting=3"], environ=environ)
+    assert config.router.heartbeat_timeout_s == 9
+    assert config.router.heartbeat_s == 0.2
+    assert config.router.max_waiting == 3
+
+
+def test_list_items_are_addressed_by_number() -> None:
+    config = load_config(overrides=["models.0.kv.block_size=32", "models.1={name: b, path: b}"], environ={})
+    assert config.models[0].kv.block_size == 32
+    assert config.models[1].name == "b"
+
+
+def test_what_is_dumped_loads_to_the_same(tmp_path: Path) -> None:
+    config = load_config(overrides=["models.0.pools={unified: {replicas: 3}}", "transfer.digest=off"], environ={})
+    path = tmp_path / "effective.yaml"
+    path.write_text(dump_config(config))
+    assert load_config(str(path), environ={}) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("routr.listen=x", "routr: unknown key; known here: models, gateway, router"),
+        ("models.0.kv.blocksize=3", "models.0.kv.blocksize: unknown key; known here: block_size"),
+        ("gateway.listen=80", "gateway.listen"),
+        ("gateway.listen=localhost", "HOST:PORT"),
+        ("models.0.pools={prefill: {}}", "'decode' is missing"),
+        ("models.0.pools={}", "at least one pool"),
+        ("models=[]", "at least one model"),
+        ("models=[{name: a}, {name: a}]", "two models are named 'a'"),
+        ("transfer.renew_s=14", "at most half of lease_s"),
+        ("router.heartbeat_timeout_s=0.6", "at least twice heartbeat_s"),
+        ("models.0.kv.num_blocks=1", "at least 2"),
+        ("models.0.kv.block_size={", "is not a YAML value"),
+        ("models.5.name=x", "is not the number of an item"),
+        ("router={listen: {port: 1}}", "router.listen"),
+        ("nonsense", "is not KEY=VALUE"),
+    ],
+)
+def test_a_bad_setting_is_one_line_that_names_the_key(override: str, named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides=[override], environ={})
+    assert named in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [", "\xff"])
+def test_a_bad_file_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"bad\.yaml"):
+        load_config(str(path), environ={})
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_config(str(tmp_path / "absent.yaml"), environ={})
+
+
+def test_children_do_not_inherit_settings_that_are_already_in_their_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON__ROUTER__LISTEN", "127.0.0.1:1")
+    environ = child_environment({"A": "b"})
+    assert "BATON__ROUTER__LISTEN" not in environ
+    assert environ["A"] == "b"

@@ -1,0 +1,46 @@
+"""Failpoints: off by default, exact when armed."""
+
+import asyncio
+
+import pytest
+
+from core.errors import ConfigError, DigestMismatch
+from core.failpoints import Failpoints
+
+
+def test_without_an_action_nothing_happens() -> None:
+    failpoints = Failpoints()
+    failpoints.hit("anything")
+    assert failpoints.num_hits("anything") == 0
+
+
+def test_an_error_is_the_typed_one() -> None:
+    with pytest.raises(DigestMismatch, match="failpoint here"):
+        Failpoints({"here": "error:digest_mismatch"}).hit("here")
+
+
+def test_once_and_after_count_hits() -> None:
+    failpoints = Failpoints({"a": "once:error:peer_lost", "b": "after:2:error:peer_lost"})
+    outcomes = {"a": [], "b": []}  # type: dict[str, list[bool]]
+    for name in outcomes:
+        for _ in range(4):
+            try:
+                failpoints.hit(name)
+                outcomes[name].append(True)
+            except Exception as error:
+                assert "failpoint" in str(error)
+                outcomes[name].append(False)
+    assert outcomes == {"a": [False, True, True, True], "b": [True, True, False, False]}
+
+
+async def test_a_pause_lets_the_loop_run() -> None:
+    failpoints = Failpoints({"slow": "pause:30"})
+    task = asyncio.create_task(failpoints.reach("slow"))
+    await asyncio.sleep(0)
+    assert not task.done()
+    task.cancel()
+
+
+def test_an_unknown_action_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="unknown action 'explode'"):
+        Failpoints({"x": "explode"}).hit("x")
