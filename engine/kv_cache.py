@@ -1,0 +1,90 @@
+"""The KV memory of one worker: one tensor, block-major, head next (design.md 4).
+
+``[block, kv_head, layer, k/v, slot, head_dim]``: a block of all layers is one contiguous range, a head of a block
+too, and a tile ``[slot, head_dim]`` is what attention loads. One block more than the pool has is kept behind the
+region that peers may read: the *pad block*, always zero, with which block tables are filled up to whole tiles.
+"""
+
+import mmap
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from core.errors import ConfigError
+from core.kv import DTYPE_BYTES, KVGeometry, MemoryRegion
+
+KV_REGION = "kv"
+"""The name under which the region is advertised to peers."""
+
+TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVShape:
+    """What fixes the size of a block."""
+
+    block_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+
+    @property
+    def block_bytes(self) -> int:
+        per_token = self.num_layers * 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        return self.block_size * per_token
+
+
+def num_blocks_for(shape: KVShape, *, memory_bytes: int, min_tokens: int) -> int:
+    """Blocks that fit into ``memory_bytes``. Raises when they cannot hold one sequence of ``min_tokens``."""
+    num_blocks = memory_bytes // shape.block_bytes
+    needed = -(-min_tokens // shape.block_size)
+    if num_blocks < needed:
+        raise ConfigError(
+            f"models[].kv: {memory_bytes} bytes hold {num_blocks} KV blocks, one sequence of {min_tokens} tokens needs "
+            f"{needed}: set memory_bytes to {needed * shape.block_bytes} or more, or lower max_context"
+        )
+    return num_blocks
+
+
+class KVCache:
+    """Owns the memory. It starts as zeros and is touched page by page as blocks are first written."""
+
+    def __init__(self, shape: KVShape, num_blocks: int) -> None:
+        self.geometry = KVGeometry(
+            num_blocks=num_blocks,
+            block_size=shape.block_size,
+            num_layers=shape.num_layers,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            dtype_bytes=DTYPE_BYTES[shape.dtype],
+        )
+        assert self.geometry.block_bytes == shape.block_bytes
+        num_bytes = num_blocks * shape.block_bytes
+        # An anonymous mapping is page-aligned, zero, and costs nothing until it is touched; torch.zeros would touch
+        # it all.
+        self._memory = mmap.mmap(-1, num_bytes + shape.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self.tensor: Tensor = torch.frombuffer(self._memory, dtype=TORCH_DTYPES[shape.dtype]).view(
+            num_blocks + 1, shape.num_kv_heads, shape.num_layers, 2, shape.block_size, shape.head_dim
+        )
+        """All blocks and the pad block."""
+        self.region = MemoryRegion(name=KV_REGION, address=self.tensor.data_ptr(), num_bytes=num_bytes)
+        assert self.region.address % mmap.PAGESIZE == 0
+        self.tiles: Tensor = self.tensor.view(-1, shape.block_size * shape.head_dim)
+        """One row for each (block, kv_head, layer, k/v): a tile ``[slot, head_dim]``."""
+        self.slots: Tensor = self.tensor.view(-1, shape.head_dim)
+        """One row for each (block, kv_head, layer, k/v, slot)."""
+
+    @property
+    def pad_block(self) -> int:
+        return self.geometry.num_blocks
+
+    def clear(self, blocks: list[int]) -> None:
+        """Make blocks all zero. Stale values in slots behind a sequence's end get weight zero, but zero times NaN is
+        NaN.
+        """
+        for block in blocks:
+            self.tensor[block].zero_()
