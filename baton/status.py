@@ -4,15 +4,21 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from core.errors import ConfigError, WorkerLost
 from core.ids import format_incarnation
 from core.types import ClusterStatus, WorkerStatus
 from rpc.clients import RouterClient
 
 
 async def show_status(router_address: str, *, as_json: bool) -> int:
-    """Ask the router and print. Raises WorkerLost (of the router) when it does not answer."""
+    """Ask the router and print. Raises ConfigError when it does not answer."""
     async with RouterClient(router_address) as router:
-        status = await router.status()
+        try:
+            status = await router.status()
+        except WorkerLost:
+            raise ConfigError(
+                f"no router answers at {router_address}: start a cluster with `baton up`, or name it with --router"
+            ) from None
     print(json.dumps(to_json(status), indent=2) if as_json else render(status))
     return 0
 

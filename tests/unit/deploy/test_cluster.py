@@ -1,0 +1,74 @@
+"""From a configuration to components, and pools brought to their sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from core.config import ClusterConfig, parse_config
+from core.types import PoolSize, Role
+from deploy.cluster import Cluster, gateway_spec, router_spec, worker_spec
+from deploy.launcher import ComponentKind, ComponentSpec
+
+
+class Recorder:
+    """A launcher that only writes down what it was asked."""
+
+    def __init__(self) -> None:
+        self.running: list[str] = []
+        self.orders: list[str] = []
+
+    async def start(self, spec: ComponentSpec) -> None:
+        self.running.append(spec.name)
+        self.orders.append(f"start {spec.name}")
+
+    async def stop(self, name: str) -> None:
+        self.running.remove(name)
+        self.orders.append(f"stop {name}")
+
+
+def cluster_of(config: ClusterConfig) -> tuple[Cluster, Recorder]:
+    recorder = Recorder()
+    return Cluster(config, recorder), recorder  # type: ignore[arg-type]
+
+
+def decode(replicas: int) -> Sequence[PoolSize]:
+    return (PoolSize(model="smollm2-135m-instruct", role=Role.DECODE, replicas=replicas),)
+
+
+async def test_the_default_cluster_has_four_processes() -> None:
+    cluster, recorder = cluster_of(ClusterConfig())
+    assert await cluster.start() == ("router", "gateway", "prefill-0", "decode-0")
+    assert recorder.running == ["router", "gateway", "prefill-0", "decode-0"]
+
+
+async def test_a_pool_grows_and_shrinks_to_its_desired_size() -> None:
+    cluster, recorder = cluster_of(ClusterConfig())
+    await cluster.start()
+    await cluster.apply(decode(3))
+    assert recorder.running[-3:] == ["decode-0", "decode-1", "decode-2"]
+    await cluster.apply(decode(1))
+    assert recorder.orders[-2:] == ["stop decode-2", "stop decode-1"]
+    await cluster.apply(decode(1))
+    assert len(recorder.orders) == 8, "an unchanged size asks nothing"
+
+
+def test_workers_of_several_models_have_distinct_names() -> None:
+    config = parse_config({"models": [{"name": "org/a"}, {"name": "b", "pools": {"unified": {}}}]})
+    first, second = config.models
+    assert worker_spec(config, first, Role.PREFILL, 0).name == "org-a.prefill-0"
+    assert worker_spec(config, second, Role.UNIFIED, 1).name == "b.unified-1"
+
+
+def test_a_worker_asks_for_its_pools_resources_and_the_others_for_none() -> None:
+    config = parse_config({"models": [{"pools": {"unified": {"resources": {"num_cpus": 0.5, "num_gpus": 1}}}}]})
+    worker = worker_spec(config, config.models[0], Role.UNIFIED, 0)
+    assert worker.resources.as_bundle() == {"CPU": 0.5, "GPU": 1}
+    assert router_spec(config).resources.as_bundle() == gateway_spec(config).resources.as_bundle() == {}
+
+
+def test_every_component_is_given_the_effective_configuration() -> None:
+    config = parse_config({"router": {"listen": "127.0.0.1:7777"}})
+    for spec in (router_spec(config), gateway_spec(config), worker_spec(config, config.models[0], Role.DECODE, 0)):
+        text = spec.argv[spec.argv.index("--config-json") + 1]
+        assert ClusterConfig.model_validate_json(text) == config
+    assert worker_spec(config, config.models[0], Role.DECODE, 0).kind is ComponentKind.WORKER
