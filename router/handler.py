@@ -70,6 +70,7 @@ class RouterHandler:
             place_now=self._placer.place_now,
             release=self._take_back,
             placement_wait_s=settings.placement_wait_s,
+            forgive_s=settings.heartbeat_timeout_s,
             max_waiting=settings.max_waiting,
         )
         self._admin = Admin(
@@ -219,7 +220,7 @@ class RouterHandler:
         workers = self._registry.workers()
         self._load.expire((w.registration.worker_id, w.registration.incarnation) for w in workers)
         self._after_change()
-        self._room.expire()
+        self._room.tick()
         self._metrics.show_workers(workers)
         self._metrics.gateways.set(len(self._gateways.statuses()))
         self._metrics.open_placements.set(len(self._load))

@@ -72,6 +72,8 @@ class Reason(StrEnum):
     """The hand-off of every pair had failed for this request: the decode worker prefills itself."""
     ONLY_PAIR_LEFT = "only_pair_left"
     """The same with ``mode: split`` forced: a failed pair is tried once more."""
+    FORGIVEN = "forgiven"
+    """Set by the waiting room: nothing else came, so a worker that had failed this request gets another try."""
 
 
 class Lack(StrEnum):

@@ -1,0 +1,118 @@
+"""The router's estimates: what a report cannot contain yet, and how it is given back."""
+
+import pytest
+
+from core.clock import ManualClock
+from core.ids import GatewayId, Incarnation, PlacementId
+from core.types import Role, WorkerState
+from router.load import LoadBook
+from router.policy import Candidate, Choice, PolicySettings, Snapshot, decide
+from router.registry import LivenessTimes, Membership, Registry
+from tests.unit.router.builders import make_load, make_registration, make_request
+
+
+class Cell:
+    """One prefill and one decode worker under a manual clock."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock(50.0)
+        self.registry = Registry(self.clock, LivenessTimes(suspect_after_s=60, lost_after_s=120))
+        self.book = LoadBook(self.clock, projected_tokens=32)
+        self.members: dict[str, Membership] = {}
+        for name, role in (("p0", Role.PREFILL), ("d0", Role.DECODE)):
+            self.members[name] = self.registry.join(make_registration(name, role=role))
+            self.report(name)
+
+    def report(self, name: str, **counts: int) -> None:
+        self.registry.heartbeat(self.members[name], make_load(WorkerState.READY, **counts))
+
+    def candidate(self, name: str) -> Candidate:
+        candidates = self.book.candidates(self.registry.workers())
+        return next(c for c in candidates if c.address.worker_id == name)
+
+    def place(self, placement_id: str, num_prompt_tokens: int = 100, mode: str = "split", **request: object) -> None:
+        workers = self.book.candidates(self.registry.workers())
+        asked = make_request(num_prompt_tokens=num_prompt_tokens, **request)  # type: ignore[arg-type]
+        pools = frozenset((w.model, w.role) for w in workers)
+        choice = decide(asked, Snapshot(candidates=workers, pools=pools), PolicySettings(mode=mode))  # type: ignore[arg-type]
+        assert isinstance(choice, Choice)
+        self.book.reserve(PlacementId(placement_id), asked, choice.path)
+
+
+@pytest.fixture
+def cell() -> Cell:
+    return Cell()
+
+
+def test_a_placement_counts_on_both_legs_until_a_report_can_contain_it(cell: Cell) -> None:
+    cell.place("a")
+    assert cell.candidate("p0").queued_prompt_tokens == 100
+    assert cell.candidate("p0").used_blocks == 7  # ceil(100 / 16)
+    assert cell.candidate("d0").used_blocks == 9  # ceil((100 + 32) / 16)
+    assert cell.candidate("d0").queued_prompt_tokens == 0
+    assert cell.candidate("d0").num_requests == 1
+    cell.clock.advance(0.1)
+    cell.report("p0", queued_prompt_tokens=100)  # the request may not have arrived when this was written
+    assert cell.candidate("p0").queued_prompt_tokens == 200
+    cell.clock.advance(1.0)
+    cell.report("p0", queued_prompt_tokens=40)
+    assert cell.candidate("p0").queued_prompt_tokens == 40
+    assert cell.candidate("d0").num_requests == 1  # it has not reported since
+
+
+def test_a_local_placement_counts_its_prompt_where_it_decodes(cell: Cell) -> None:
+    cell.place("a", mode="local")
+    worker = cell.candidate("d0")
+    assert (worker.queued_prompt_tokens, worker.used_blocks, worker.num_requests) == (100, 9, 1)
+    assert cell.candidate("p0").num_requests == 0
+
+
+def test_reports_count_every_block_that_is_not_free_or_cached(cell: Cell) -> None:
+    cell.report("d0", in_use=12, num_running=2, num_waiting=3)
+    worker = cell.candidate("d0")
+    assert (worker.used_blocks, worker.num_requests) == (12, 5)
+
+
+def test_a_reported_end_gives_the_estimate_back_once(cell: Cell) -> None:
+    cell.place("a")
+    assert cell.book.release(PlacementId("a"))
+    assert not cell.book.release(PlacementId("a"))
+    assert cell.candidate("p0").queued_prompt_tokens == 0 and len(cell.book) == 0
+
+
+def test_a_lost_gateway_gives_back_all_of_its_incarnation(cell: Cell) -> None:
+    cell.place("a", gateway=("g0", 7))
+    cell.place("b", gateway=("g0", 8))
+    assert cell.book.release_gateway(GatewayId("g0"), Incarnation(7)) == 1
+    assert len(cell.book) == 1
+
+
+def test_an_estimate_expires_after_its_requests_deadline(cell: Cell) -> None:
+    alive = [("p0", 1), ("d0", 1)]
+    cell.place("a", deadline_s=10.0)
+    cell.clock.advance(14.9)
+    assert cell.book.expire(alive) == 0  # type: ignore[arg-type]
+    cell.clock.advance(0.1)
+    assert cell.book.expire(alive) == 1  # type: ignore[arg-type]
+
+
+def test_estimates_of_vanished_workers_vanish(cell: Cell) -> None:
+    cell.place("a")
+    assert cell.book.expire([("d0", 1)]) == 0  # type: ignore[list-item]
+    assert cell.book.expire([("d0", 2)]) == 1  # type: ignore[list-item]
+
+
+def test_turns_are_counted_for_each_incarnation(cell: Cell) -> None:
+    cell.place("a")
+    cell.place("b")
+    assert cell.candidate("d0").num_placed == 2
+    cell.members["d0"] = cell.registry.join(make_registration("d0", 2))
+    assert cell.candidate("d0").num_placed == 0
+
+
+def test_the_prefill_rate_is_what_the_prefill_worker_measured(cell: Cell) -> None:
+    assert cell.candidate("p0").prefill_tokens_per_s == 0.0
+    cell.report("p0", prompt_tokens_computed=1000, busy_s=4)
+    cell.report("d0", prompt_tokens_computed=1000, busy_s=4)
+    assert cell.candidate("p0").prefill_tokens_per_s == 250.0
+    assert cell.candidate("d0").prefill_tokens_per_s == 0.0  # its steps hold decoding too

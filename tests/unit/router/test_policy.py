@@ -1,0 +1,280 @@
+"""The policy over snapshots: examples, and law 6 as properties."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.types import Mode, PlaceRequest, Role, WorkerState
+from router.policy import (
+    Candidate,
+    Choice,
+    Lack,
+    PolicySettings,
+    Reason,
+    Shortfall,
+    Snapshot,
+    decide,
+    decode_score,
+    lack_of_path,
+    prefill_score,
+)
+from tests.unit.router.builders import MODEL, make_candidate, make_request
+
+P, D, U = Role.PREFILL, Role.DECODE, Role.UNIFIED
+AUTO = PolicySettings()
+
+
+def snapshot(*candidates: Candidate, pools: tuple[Role, ...] = ()) -> Snapshot:
+    present = {(c.model, c.role) for c in candidates}
+    return Snapshot(candidates=candidates, pools=frozenset(present | {(MODEL, role) for role in pools}))
+
+
+def chosen(outcome: Choice | Shortfall) -> str:
+    assert isinstance(outcome, Choice), outcome
+    return str(outcome.path)
+
+
+def missing(outcome: Choice | Shortfall) -> Shortfall:
+    assert isinstance(outcome, Shortfall), outcome
+    return outcome
+
+
+# -- modes ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_prefill_and_a_decode_worker_make_a_split_path() -> None:
+    outcome = decide(make_request(), snapshot(make_candidate("p0", P), make_candidate("d0", D)), AUTO)
+    assert chosen(outcome) == "split:p0>d0"
+    assert isinstance(outcome, Choice) and outcome.reason is Reason.ONLY_PATH and outcome.runner_up is None
+
+
+def test_a_unified_worker_is_local_under_every_setting() -> None:
+    for mode in ("auto", "split", "local"):
+        outcome = decide(make_request(), snapshot(make_candidate("u0", U)), PolicySettings(mode=mode))
+        assert chosen(outcome) == "local:u0"
+
+
+def test_local_forced_lets_the_decode_worker_prefill() -> None:
+    workers = snapshot(make_candidate("p0", P), make_candidate("d0", D))
+    assert chosen(decide(make_request(), workers, PolicySettings(mode="local"))) == "local:d0"
+
+
+def test_a_decode_pool_without_a_prefill_pool_serves_locally() -> None:
+    assert chosen(decide(make_request(), snapshot(make_candidate("d0", D)), AUTO)) == "local:d0"
+
+
+def test_a_missing_prefill_worker_is_never_silently_replaced_by_a_local_prefill() -> None:
+    outcome = missing(decide(make_request(), snapshot(make_candidate("d0", D), pools=(P,)), AUTO))
+    assert outcome.lack is Lack.NO_PREFILL
+    assert outcome.message == "model 'tiny' has no ready prefill worker (none registered)"
+
+
+# -- filters ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_shortfall_names_what_is_there_instead() -> None:
+    workers = snapshot(
+        make_candidate("p0", P),
+        make_candidate("d0", D, state=WorkerState.SUSPECT),
+        make_candidate("d1", D, state=WorkerState.STARTING),
+        make_candidate("d2", D),
+    )
+    outcome = missing(decide(make_request(excluded_workers=(("d2", 1),)), workers, AUTO))
+    assert outcome.lack is Lack.NO_DECODE
+    assert outcome.message.endswith("no ready decode worker (1 failed this request, 1 starting, 1 suspect)")
+
+
+def test_a_restarted_worker_is_not_the_excluded_one() -> None:
+    request = make_request(excluded_workers=(("u0", 1),))
+    assert missing(decide(request, snapshot(make_candidate("u0", U)), AUTO))
+    assert chosen(decide(request, snapshot(make_candidate("u0", U, incarnation=2)), AUTO)) == "local:u0"
+
+
+def test_unequal_formats_are_never_paired() -> None:
+    old, new = make_candidate("p0", P, format_hash="old"), make_candidate("d0", D, format_hash="new")
+    assert missing(decide(make_request(), snapshot(old, new), AUTO)).lack is Lack.NO_PAIR
+    busy = make_candidate("d1", D, format_hash="old", used_blocks=90)
+    assert chosen(decide(make_request(), snapshot(old, new, busy), AUTO)) == "split:p0>d1"
+
+
+def test_another_models_workers_do_not_count() -> None:
+    workers = snapshot(make_candidate("u0", U, model="other"), pools=(P, D))
+    outcome = missing(decide(make_request(), workers, AUTO))
+    assert outcome.lack is Lack.NO_WORKER
+    assert "no ready prefill worker" in outcome.message and "no ready decode worker" in outcome.message
+
+
+def test_a_prompt_that_no_worker_could_ever_hold_is_told_apart() -> None:
+    outcome = missing(decide(make_request(num_prompt_tokens=1600), snapshot(make_candidate("u0", U)), AUTO))
+    assert outcome.lack is Lack.TOO_LONG and "1600 tokens" in outcome.message
+    assert chosen(decide(make_request(num_prompt_tokens=1599), snapshot(make_candidate("u0", U)), AUTO))
+
+
+def test_an_excluded_pair_gives_way_to_another_pair() -> None:
+    workers = snapshot(
+        make_candidate("p0", P), make_candidate("p1", P, queued_prompt_tokens=9000), make_candidate("d0")
+    )
+    assert chosen(decide(make_request(excluded_pairs=(("p0", "d0"),)), workers, AUTO)) == "split:p1>d0"
+
+
+def test_when_every_pair_failed_the_decode_worker_prefills_itself_and_says_so() -> None:
+    workers = snapshot(make_candidate("p0", P), make_candidate("d0", D))
+    request = make_request(excluded_pairs=(("p0", "d0"),))
+    outcome = decide(request, workers, AUTO)
+    assert chosen(outcome) == "local:d0"
+    assert isinstance(outcome, Choice) and outcome.reason is Reason.PAIR_EXCLUDED
+    forced = decide(request, workers, PolicySettings(mode="split"))
+    assert chosen(forced) == "split:p0>d0"
+    assert isinstance(forced, Choice) and forced.reason is Reason.ONLY_PAIR_LEFT
+
+
+# -- scores -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_least_loaded_pair_wins_and_the_second_best_is_named() -> None:
+    workers = snapshot(
+        make_candidate("p0", P, queued_prompt_tokens=500),
+        make_candidate("p1", P),
+        make_candidate("d0", D, used_blocks=10),
+        make_candidate("d1", D, used_blocks=50),
+    )
+    outcome = decide(make_request(), workers, AUTO)
+    assert isinstance(outcome, Choice)
+    assert str(outcome.path) == "split:p1>d0" and str(outcome.runner_up) == "split:p1>d1"
+    assert outcome.reason is Reason.LEAST_LOADED
+
+
+def test_equal_workers_take_turns() -> None:
+    workers = snapshot(make_candidate("u0", U, num_placed=3), make_candidate("u1", U, num_placed=2))
+    outcome = decide(make_request(), workers, AUTO)
+    assert chosen(outcome) == "local:u1"
+    assert isinstance(outcome, Choice) and outcome.reason is Reason.LEAST_USED
+
+
+def test_waiting_for_room_outweighs_a_longer_batch() -> None:
+    full = make_candidate("u0", U, used_blocks=100)
+    busy = make_candidate("u1", U, used_blocks=60, num_requests=7)
+    assert chosen(decide(make_request(num_prompt_tokens=400), snapshot(full, busy), AUTO)) == "local:u1"
+
+
+def test_the_prediction_comes_from_the_measured_rate() -> None:
+    prefill = make_candidate("p0", P, queued_prompt_tokens=400, prefill_tokens_per_s=200.0)
+    outcome = decide(make_request(num_prompt_tokens=100), snapshot(prefill, make_candidate("d0")), AUTO)
+    assert isinstance(outcome, Choice)
+    prediction = outcome.prediction
+    assert (prediction.prefill_wait_s, prediction.prefill_s, prediction.ttft_s) == pytest.approx((2.0, 0.5, 2.5))
+
+
+def test_a_model_without_a_path_says_why() -> None:
+    assert lack_of_path(MODEL, snapshot(make_candidate("u0", U)), AUTO) == ""
+    assert "no ready decode worker" in lack_of_path(MODEL, snapshot(make_candidate("p0", P)), AUTO)
+
+
+# -- law 6 ------------------------------------------------------------------------------------------------------------
+
+workers_st = st.builds(
+    make_candidate,
+    st.sampled_from([f"w{i}" for i in range(6)]),
+    st.sampled_from(list(Role)),
+    incarnation=st.integers(1, 2),
+    state=st.sampled_from(list(WorkerState)),
+    model=st.sampled_from([MODEL, "other"]),
+    format_hash=st.sampled_from(["f0", "f1"]),
+    num_blocks=st.integers(1, 60),
+    used_blocks=st.integers(0, 80),
+    queued_prompt_tokens=st.integers(0, 5000),
+    num_requests=st.integers(0, 20),
+    num_placed=st.integers(0, 3),
+)
+cells_st = st.lists(workers_st, max_size=6, unique_by=lambda c: c.address.worker_id)
+names_st = st.sampled_from([f"w{i}" for i in range(6)])
+requests_st = st.builds(
+    make_request,
+    num_prompt_tokens=st.integers(1, 1200),
+    excluded_workers=st.lists(st.tuples(names_st, st.integers(1, 2)), max_size=3).map(tuple),
+    excluded_pairs=st.lists(st.tuples(names_st, names_st), max_size=3).map(tuple),
+)
+settings_st = st.builds(PolicySettings, mode=st.sampled_from(["auto", "split", "local"]))
+
+
+@given(cell=cells_st, request=requests_st, settings=settings_st)
+def test_no_unusable_worker_is_ever_picked(
+    cell: list[Candidate], request: PlaceRequest, settings: PolicySettings
+) -> None:
+    outcome = decide(request, snapshot(*cell), settings)
+    if isinstance(outcome, Shortfall):
+        assert outcome.message
+        return
+    for path in [outcome.path, outcome.runner_up]:
+        if path is None:
+            continue
+        for worker in [w for w in (path.prefill, path.decode) if w is not None]:
+            assert worker.state is WorkerState.READY
+            assert worker.model == MODEL
+            key = (worker.address.worker_id, worker.address.incarnation)
+            assert key not in request.excluded_workers
+            assert worker.num_blocks * 16 > request.num_prompt_tokens
+        if path.mode is Mode.SPLIT:
+            assert path.prefill is not None
+            assert path.prefill.role is Role.PREFILL and path.decode.role is Role.DECODE
+            assert path.prefill.format_hash == path.decode.format_hash
+            pair = (path.prefill.address.worker_id, path.decode.address.worker_id)
+            assert pair not in request.excluded_pairs or (
+                settings.mode == "split" and outcome.reason is Reason.ONLY_PAIR_LEFT
+            )
+        else:
+            assert path.prefill is None and path.decode.role in (Role.DECODE, Role.UNIFIED)
+
+
+@given(cell=cells_st, request=requests_st)
+def test_a_path_is_found_whenever_a_ready_pair_with_equal_formats_exists(
+    cell: list[Candidate], request: PlaceRequest
+) -> None:
+    outcome = decide(request, snapshot(*cell), AUTO)
+    fit = [
+        c
+        for c in cell
+        if c.state is WorkerState.READY
+        and c.model == MODEL
+        and c.num_blocks * 16 > request.num_prompt_tokens
+        and (c.address.worker_id, c.address.incarnation) not in request.excluded_workers
+    ]
+    pairs = [(p, d) for p in fit for d in fit if (p.role, d.role) == (P, D) and p.format_hash == d.format_hash]
+    if pairs or any(c.role is Role.UNIFIED for c in fit):
+        assert isinstance(outcome, Choice)
+
+
+@given(
+    worker=workers_st,
+    num_tokens=st.integers(1, 4000),
+    blocks=st.integers(0, 50),
+    queued=st.integers(0, 4000),
+    requests=st.integers(0, 50),
+)
+def test_more_load_never_raises_a_score(
+    worker: Candidate, num_tokens: int, blocks: int, queued: int, requests: int
+) -> None:
+    busier = replace(
+        worker,
+        used_blocks=worker.used_blocks + blocks,
+        queued_prompt_tokens=worker.queued_prompt_tokens + queued,
+        num_requests=worker.num_requests + requests,
+    )
+    assert prefill_score(busier, num_tokens) <= prefill_score(worker, num_tokens)
+    assert decode_score(busier, num_tokens) <= decode_score(worker, num_tokens)
+    assert prefill_score(worker, num_tokens + 1) <= prefill_score(worker, num_tokens)
+    assert decode_score(worker, num_tokens + 1) <= decode_score(worker, num_tokens)
+
+
+@given(cell=cells_st, request=requests_st, settings=settings_st)
+def test_a_decision_depends_on_the_snapshot_alone(
+    cell: list[Candidate], request: PlaceRequest, settings: PolicySettings
+) -> None:
+    forward = decide(request, snapshot(*cell), settings)
+    backward = decide(request, snapshot(*reversed(cell)), settings)
+    if isinstance(forward, Choice):
+        assert isinstance(backward, Choice) and str(backward.path) == str(forward.path)
+    else:
+        assert isinstance(backward, Shortfall) and backward.lack is forward.lack
