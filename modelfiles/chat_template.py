@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import NoReturn, TypeAlias
+from typing import NoReturn
 
 import jinja2
 import jinja2.ext
@@ -30,8 +30,6 @@ MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
 
 MAX_EXPANSION_CHARS = 1 << 20
 MAX_RENDER_S = 5.0
-
-Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 
 class TemplateError(ValueError):
@@ -80,14 +78,14 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        variables: Mapping[str, Json] | None = None,
+        variables: Mapping[str, object] | None = None,
         add_special_tokens: bool = False,
     ) -> RenderedChat:
         """Renders and tokenises. Raises `TemplateError` for what the template refuses."""
         guard = _Guard(tokenizer.added_texts, [message.content for message in messages], variables or {})
-        turns: list[Json] = []
+        turns: list[object] = []
         for message in messages:
-            turn: dict[str, Json] = {"role": message.role, "content": guard.text(message.content)}
+            turn: dict[str, object] = {"role": message.role, "content": guard.text(message.content)}
             if message.name is not None:
                 turn["name"] = guard.text(message.name)
             turns.append(turn)
@@ -123,7 +121,7 @@ class ChatTemplate:
 class _Guard:
     """Marks everything in user text that could be read as (a part of) an added token once rendered."""
 
-    def __init__(self, added_texts: Sequence[str], contents: Sequence[str], variables: Mapping[str, Json]) -> None:
+    def __init__(self, added_texts: Sequence[str], contents: Sequence[str], variables: Mapping[str, object]) -> None:
         whole_input = "".join(contents) + json.dumps(variables, ensure_ascii=False)
         self.num_chars = len(whole_input)
         self.mark = next((mark for mark in MARKS if mark not in whole_input), "")
@@ -155,7 +153,7 @@ class _Guard:
             marked += self.mark
         return marked
 
-    def value(self, value: Json) -> Json:
+    def value(self, value: object) -> object:
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, list):

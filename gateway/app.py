@@ -1,0 +1,107 @@
+"""Builds the gateway out of its parts: an ASGI application, and the tasks that live beside it."""
+
+from collections.abc import Sequence
+
+from fastapi import FastAPI
+from starlette.routing import Route
+
+from core.clock import Clock, MonotonicClock
+from core.config import ClusterConfig
+from core.ids import GatewayId, Incarnation
+from core.tasks import TaskScope
+from core.telemetry import Telemetry
+from gateway.edge import Edge, Endpoint, method_not_allowed, not_found
+from gateway.legs import Peers
+from gateway.metrics import GatewayMetrics
+from gateway.models import ModelShelf, ServedModel
+from gateway.pipeline import Pipeline, PipelineLimits
+from gateway.ports import ClientFactory, RouterPort
+from gateway.reporter import Reporter
+from gateway.routes import Routes
+from gateway.run import Run
+from gateway.token_streams import TokenStreams
+
+ABORT_GRACE_S = 2.0
+
+
+class Gateway:
+    """One gateway process. `asgi` serves; `start` and `close` frame it; make it on the event loop that runs it."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        *,
+        router: RouterPort,
+        clients: ClientFactory,
+        models: Sequence[ServedModel],
+        telemetry: Telemetry,
+        gateway_id: GatewayId,
+        incarnation: Incarnation,
+        clock: Clock | None = None,
+    ) -> None:
+        clock = clock or MonotonicClock()
+        self._config = config
+        self._router = router
+        self._metrics = GatewayMetrics(telemetry.registry)
+        self._shelf = ModelShelf(models)
+        self.peers = Peers(clients, TokenStreams(clients, gateway_id, incarnation))
+        self.reporter = Reporter(router, clock, gateway_id, incarnation)
+        self._scope = TaskScope("gateway")
+        limits = PipelineLimits(
+            max_attempts=config.gateway.limits.max_attempts,
+            capacity_patience_s=config.router.placement_wait_s,
+        )
+        self._routes = Routes(
+            shelf=self._shelf,
+            pipeline=Pipeline(router, self.peers, limits, on_end=self._on_end),
+            limits=config.gateway.limits,
+            reporter=self.reporter,
+            metrics=self._metrics,
+            telemetry=telemetry,
+            clock=clock,
+            gateway_id=gateway_id,
+            incarnation=incarnation,
+        )
+        self.asgi = Edge(_application(self._routes), self._metrics)
+
+    def start(self) -> None:
+        """Starts the heartbeat to the router."""
+        self._scope.spawn(self.reporter.run(self._config.router.heartbeat_s), name="reporter")
+
+    async def drain(self) -> None:
+        """Ready says no; running requests finish, at most for the configured time, then end by an error."""
+        await self._routes.drain(self._config.gateway.limits.drain_s)
+
+    async def close(self) -> None:
+        """Ends everything this gateway owns. No request may be running any more."""
+        await self._scope.close()
+        await self.peers.drain(ABORT_GRACE_S)
+        await self.peers.close()
+        await self._router.close()
+        self._shelf.close()
+
+    def _on_end(self, run: Run) -> None:
+        self._metrics.observe(run)
+        self.reporter.add(run.record())
+
+
+def _application(routes: Routes) -> FastAPI:
+    """The route table. Only what stands here is served: no documentation routes, no redirects."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    table = (
+        ("POST", "/v1/chat/completions", routes.chat_completions),
+        ("POST", "/v1/completions", routes.completions),
+        ("GET", "/v1/models", routes.list_models),
+        ("GET", "/v1/models/{name:path}", routes.show_model),
+        ("POST", "/tokenize", routes.tokenize),
+        ("POST", "/detokenize", routes.detokenize),
+        ("GET", "/health", routes.health),
+        ("GET", "/ready", routes.ready),
+        ("GET", "/metrics", routes.metrics),
+    )
+    for method, path, handle in table:
+        app.router.routes.append(Route(path, Endpoint(path, handle), methods=[method]))
+    for method, path, _ in table:
+        app.router.routes.append(Route(path, Endpoint(path, method_not_allowed(method))))
+    app.router.routes.append(Route("/{rest:path}", Endpoint("other", not_found)))
+    return app

@@ -1,0 +1,148 @@
+"""The outermost ring: an id on every answer, one log line for every request, one error shape for everything."""
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable
+
+from core.errors import Cancelled, InternalError, ServingError
+from core.ids import new_request_id
+from gateway.http import (
+    DONE,
+    ClientGone,
+    Message,
+    MethodNotAllowed,
+    NotFound,
+    Receive,
+    Scope,
+    Send,
+    end_events,
+    error_value,
+    event_frame,
+    header,
+    send_error,
+)
+from gateway.metrics import GatewayMetrics
+
+access_log = logging.getLogger("gateway.access")
+log = logging.getLogger(__name__)
+
+EXCHANGE = "baton.exchange"
+CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
+CLIENT_GONE_STATUS = 499
+
+
+class Exchange:
+    """One HTTP request and its answer, as the edge sees it. Handlers add `fields` for the log line."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self.request_id = new_request_id()
+        self.route = "other"
+        self.status = 0
+        self.is_stream = False
+        self.fields: dict[str, object] = {}
+        self._client_id = header(scope, b"x-request-id")
+        self._send = send
+        self._started = time.monotonic()
+
+    @property
+    def has_started(self) -> bool:
+        return self.status != 0
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message["headers"] = [*message["headers"], (b"x-request-id", self.request_id.encode())]
+        await self._send(message)
+
+    def write_log(self, scope: Scope) -> None:
+        # A caller's own id is a label: logged if it is printable, never used as a key.
+        client_id = self._client_id if CLIENT_ID.fullmatch(self._client_id) else None
+        access_log.info(
+            "request",
+            extra={
+                "request_id": self.request_id,
+                "client_request_id": client_id,
+                "method": scope["method"],
+                "path": scope["path"][:256],
+                "status": self.status,
+                "duration_ms": round(1e3 * (time.monotonic() - self._started), 1),
+                **self.fields,
+            },
+        )
+
+
+class Edge:
+    """Wraps the application. Anything but HTTP is closed."""
+
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], metrics: GatewayMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1000})
+            return
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        exchange = Exchange(scope, send)
+        scope[EXCHANGE] = exchange
+        try:
+            await self._app(scope, receive, exchange.send)
+        finally:
+            exchange.status = exchange.status or CLIENT_GONE_STATUS
+            self._metrics.responses.labels(exchange.route, str(exchange.status)).inc()
+            exchange.write_log(scope)
+
+
+class Endpoint:
+    """A route's handler with the errors of every kind turned into answers. A plain ASGI application."""
+
+    def __init__(self, route: str, handle: Callable[[Exchange, Scope, Receive, Send], Awaitable[None]]) -> None:
+        self._route = route
+        self._handle = handle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange: Exchange = scope[EXCHANGE]
+        exchange.route = self._route
+        try:
+            await self._handle(exchange, scope, receive, send)
+        except ClientGone:
+            self._note(exchange, Cancelled("the client closed the connection"))
+            exchange.status = CLIENT_GONE_STATUS
+        except ServingError as error:
+            self._note(exchange, error)
+            await self._send_error(exchange, send, error)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            log.error("handler failed", extra={"request_id": exchange.request_id}, exc_info=error)
+            await self._send_error(exchange, send, InternalError("internal error"))
+
+    def _note(self, exchange: Exchange, error: ServingError) -> None:
+        exchange.fields |= {"error": error.slug, "reason": error.message[:300]}
+
+    async def _send_error(self, exchange: Exchange, send: Send, error: ServingError) -> None:
+        if error.http_status >= 500 and isinstance(error, InternalError):
+            # What broke inside is for our log; the caller gets the id to ask about.
+            error = InternalError(f"internal error; request id {exchange.request_id}")
+        if not exchange.has_started:
+            await send_error(send, error)
+        elif exchange.is_stream:
+            # The status line is gone: clients raise on an event with a top-level `error`.
+            await end_events(send, event_frame(error_value(error)) + DONE)
+
+
+async def not_found(exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
+    raise NotFound(f"no such path: {scope['path'][:128]}")
+
+
+def method_not_allowed(allowed: str) -> Callable[[Exchange, Scope, Receive, Send], Awaitable[None]]:
+    async def refuse(exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
+        error = MethodNotAllowed(f"{scope['method']} is not allowed here; use {allowed}")
+        exchange.fields["error"] = error.slug
+        await send_error(send, error, ((b"allow", allowed.encode()),))
+
+    return refuse

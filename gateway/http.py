@@ -1,0 +1,158 @@
+"""Plain ASGI: reading a body under a limit, sending JSON and event streams, noticing that the client left.
+
+No framework middleware in between: Starlette's convenience class hides disconnects, and then nothing is ever cancelled.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, TypeVar
+
+import orjson
+
+from core.errors import NoWorker, RequestError, ServingError
+
+Message = MutableMapping[str, Any]
+"""An ASGI message; its shape is the ASGI specification's."""
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Header = tuple[bytes, bytes]
+T = TypeVar("T")
+
+JSON_TYPE: Header = (b"content-type", b"application/json")
+EVENT_HEADERS: tuple[Header, ...] = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+RETRY_AFTER_S = 1
+DONE = b"data: [DONE]\n\n"
+
+
+class BodyTooLarge(RequestError):
+    slug = "request_too_large"
+    http_status = 413
+
+
+class NotJson(RequestError):
+    slug = "unsupported_media_type"
+    http_status = 415
+
+
+class NotFound(RequestError):
+    slug = "not_found"
+    http_status = 404
+
+
+class MethodNotAllowed(RequestError):
+    slug = "method_not_allowed"
+    http_status = 405
+
+
+class ClientGone(Exception):
+    """The client closed its connection; there is nobody to answer."""
+
+
+def header(scope: Scope, name: bytes) -> str:
+    """The first header `name` (lower case), or ""."""
+    for key, value in scope["headers"]:
+        if key == name:
+            text: str = value.decode("latin-1")
+            return text
+    return ""
+
+
+async def read_json_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
+    """The body, counted while it is read. Raises BodyTooLarge, NotJson, ClientGone."""
+    kind = header(scope, b"content-type").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise NotJson("the body must be sent as 'content-type: application/json'")
+    if header(scope, b"content-encoding") not in ("", "identity"):
+        raise NotJson("compressed bodies are not supported")
+    chunks: list[bytes] = []
+    num_bytes = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        chunk: bytes = message.get("body", b"")
+        num_bytes += len(chunk)
+        if num_bytes > max_bytes:
+            raise BodyTooLarge(f"the body is larger than {max_bytes} bytes")
+        chunks.append(chunk)
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+async def until_disconnect(
+    receive: Receive, work: Awaitable[T], *, stopping: asyncio.Event | None = None, timeout_s: float | None = None
+) -> T:
+    """The result of `work`; or work is cancelled and it raises ClientGone, when the client leaves or takes longer than
+    `timeout_s` to read, or NoWorker when `stopping` is set. Call after the body is read."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    stop = asyncio.ensure_future((stopping or asyncio.Event()).wait())
+    try:
+        await asyncio.wait((task, gone, stop), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        if stop.done():
+            raise NoWorker("this gateway is shutting down; try again", code="draining")
+        raise ClientGone
+    finally:
+        for one in (task, gone, stop):
+            one.cancel()
+        await asyncio.gather(task, gone, stop, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def send_bytes(send: Send, status: int, body: bytes, headers: tuple[Header, ...] = (JSON_TYPE,)) -> None:
+    length = (b"content-length", str(len(body)).encode())
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_json(send: Send, status: int, value: object, headers: tuple[Header, ...] = ()) -> None:
+    await send_bytes(send, status, orjson.dumps(value), (JSON_TYPE, *headers))
+
+
+async def start_events(send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": list(EVENT_HEADERS)})
+
+
+async def send_event(send: Send, frame: bytes) -> None:
+    """Sends one prepared frame (or several at once)."""
+    await send({"type": "http.response.body", "body": frame, "more_body": True})
+
+
+async def end_events(send: Send, frame: bytes = b"") -> None:
+    await send({"type": "http.response.body", "body": frame})
+
+
+def error_value(error: ServingError) -> dict[str, object]:
+    """The error object of every answer; all four members are always there."""
+    content = {"message": error.message, "type": error.http_type, "param": error.param, "code": error.code}
+    return {"error": content}
+
+
+def error_headers(error: ServingError) -> tuple[Header, ...]:
+    headers: list[Header] = []
+    if error.http_status in (429, 503):
+        headers.append((b"retry-after", str(RETRY_AFTER_S).encode()))
+    if error.http_status == 413:
+        headers.append((b"connection", b"close"))
+    if error.http_status == 504:
+        headers.append((b"x-should-retry", b"false"))  # the work was long; a client's blind retry triples it
+    return tuple(headers)
+
+
+async def send_error(send: Send, error: ServingError, headers: tuple[Header, ...] = ()) -> None:
+    await send_json(send, error.http_status, error_value(error), (*error_headers(error), *headers))
+
+
+def event_frame(value: object) -> bytes:
+    return b"data: " + orjson.dumps(value) + b"\n\n"

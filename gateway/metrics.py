@@ -1,0 +1,64 @@
+"""The gateway's metrics (api.md 5): names and buckets live here, the registry in core.telemetry."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from core.telemetry import METRIC_PREFIX
+from gateway.run import Run
+
+_TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2, 2.5, 5, 7.5, 10, 30, 60)
+_E2E_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 40, 80, 160, 320, 640)
+_TPOT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
+
+
+class GatewayMetrics:
+    """Counters and histograms of one gateway process. Labels are bounded: model names, outcomes, stages, routes."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def name(stem: str) -> str:
+            return f"{METRIC_PREFIX}_gateway_{stem}"
+
+        self.running = Gauge(name("num_requests_running"), "Requests being worked on.", registry=registry)
+        self.responses = Counter(name("http_responses"), "HTTP answers.", ("route", "status"), registry=registry)
+        self._requests = Counter(name("requests"), "Requests that ended.", ("model", "outcome"), registry=registry)
+        self._attempts = Counter(name("attempts"), "Attempts made, first ones included.", ("model",), registry=registry)
+        self._prompt_tokens = Counter(name("prompt_tokens"), "Prompt tokens.", ("model",), registry=registry)
+        self._tokens = Counter(name("generation_tokens"), "Accepted tokens.", ("model",), registry=registry)
+        self._overrun = Counter(
+            name("overrun_tokens"), "Tokens made after a stop string had matched.", ("model",), registry=registry
+        )
+        self._ttft = Histogram(
+            name("time_to_first_token_seconds"), "From arrival.", ("model",), buckets=_TTFT_BUCKETS, registry=registry
+        )
+        self._tpot = Histogram(
+            name("time_per_output_token_seconds"),
+            "First to last token, for each token after the first.",
+            ("model",),
+            buckets=_TPOT_BUCKETS,
+            registry=registry,
+        )
+        self._duration = Histogram(
+            name("e2e_request_latency_seconds"),
+            "From arrival to the last token.",
+            ("model",),
+            buckets=_E2E_BUCKETS,
+            registry=registry,
+        )
+        self._stage = Counter(name("stage_seconds"), "Where the time went.", ("model", "stage"), registry=registry)
+
+    def observe(self, run: Run) -> None:
+        """Counts a run that has ended."""
+        model = run.request.model
+        self._requests.labels(model, run.outcome).inc()
+        self._attempts.labels(model).inc(run.attempt)
+        self._prompt_tokens.labels(model).inc(run.request.num_prompt_tokens)
+        self._tokens.labels(model).inc(len(run.accepted))
+        self._overrun.labels(model).inc(run.num_overrun)
+        for stage, seconds in run.stages.stages():
+            self._stage.labels(model, stage).inc(seconds)
+        if run.ttft_s is None or run.finish_reason is None:
+            return
+        duration_s = run.stages.total_s()
+        self._ttft.labels(model).observe(run.ttft_s)
+        self._duration.labels(model).observe(duration_s)
+        if len(run.accepted) > 1:
+            self._tpot.labels(model).observe((duration_s - run.ttft_s) / (len(run.accepted) - 1))

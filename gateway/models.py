@@ -1,0 +1,72 @@
+"""The models this gateway can speak for: tokenizer, template and limits. No weights."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from core.config import ModelConfigSection
+from core.errors import ModelNotFound
+from modelfiles import ChatTemplate, GenerationDefaults, Tokenizer, open_model
+
+NUM_TEXT_THREADS = 2
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    name: str
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    defaults: GenerationDefaults
+    max_context: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    created: int
+    """Unix time of this gateway's start, for the model list."""
+
+    @classmethod
+    def load(cls, section: ModelConfigSection) -> "ServedModel":
+        """Reads the text side of a model's files. Raises ConfigError with the remedy."""
+        files = open_model(section.path)
+        own = files.config.max_context
+        return cls(
+            name=section.name,
+            tokenizer=files.tokenizer(),
+            template=files.chat_template(),
+            defaults=files.generation_defaults,
+            max_context=own if section.max_context == "auto" else min(own, section.max_context),
+            vocab_size=files.config.vocab_size,
+            eos_token_ids=files.config.eos_token_ids,
+            created=int(time.time()),
+        )
+
+
+class ModelShelf:
+    """All served models, and the threads on which text work is done (off the event loop)."""
+
+    def __init__(self, models: Iterable[ServedModel]) -> None:
+        self._models = {model.name: model for model in models}
+        self._threads = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="text")
+
+    def get(self, name: str) -> ServedModel:
+        model = self._models.get(name)
+        if model is None:
+            raise ModelNotFound(f"the model does not exist; served: {', '.join(self._models)}", param="model")
+        return model
+
+    def only(self, name: str | None) -> ServedModel:
+        """The named model, or the first one where a route lets the name be absent."""
+        return self.get(name) if name is not None else next(iter(self._models.values()))
+
+    def all(self) -> tuple[ServedModel, ...]:
+        return tuple(self._models.values())
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Runs text work in a thread. Its result is dropped if the caller is cancelled meanwhile."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)

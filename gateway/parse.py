@@ -1,0 +1,277 @@
+"""From a valid body to a job: defaults, operator limits, template, tokens. A job can only fail by running.
+
+Order of a sampling value, the first that is set wins: the request, the model's generation_config, OpenAI's default.
+"""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeGuard
+
+from core.config import LimitsConfig
+from core.errors import ContextTooLong, InvalidRequest
+from core.types import SamplingParams
+from gateway.models import ServedModel
+from gateway.schemas import INT64, ChatBody, CompletionBody, GenerationBody, Message, TokenizeBody
+from gateway.text import TextRules
+from modelfiles import ChatMessage, TemplateError
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy, as in vLLM: dividing by them only makes infinities."""
+MAX_TEMPLATE_DEPTH = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One request, validated: all that the pipeline and the answer need."""
+
+    model: ServedModel
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    rules: TextRules
+    is_chat: bool
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    return_token_ids: bool
+    num_logprobs: int | None
+    echo: str = ""
+    """Text that precedes the answer (completions with `echo`)."""
+    is_echo_only: bool = False
+    """Nothing is to be generated."""
+
+
+def chat_job(body: ChatBody, model: ServedModel, limits: LimitsConfig) -> Job:
+    """Blocking (template, tokenizer). Raises RequestError."""
+    prompt = chat_prompt(
+        model,
+        body.messages,
+        add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+        continue_final_message=body.continue_final_message,
+        variables=body.chat_template_kwargs,
+        add_special_tokens=body.add_special_tokens,
+    )
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("'top_logprobs' needs 'logprobs': true", param="top_logprobs", code="invalid_value")
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    job = _job(body, model, limits, prompt, "messages", asked, param)
+    num_logprobs = _num_logprobs((body.top_logprobs or 0) if body.logprobs else None, "top_logprobs", limits)
+    return replace(job, is_chat=True, num_logprobs=num_logprobs, sampling=replace(job.sampling, logprobs=num_logprobs))
+
+
+def completion_job(body: CompletionBody, model: ServedModel, limits: LimitsConfig) -> Job:
+    """Blocking (tokenizer). Raises RequestError."""
+    prompt = _completion_prompt(body, model)
+    if body.echo and body.logprobs is not None:
+        raise InvalidRequest(
+            "'logprobs' together with 'echo' is not supported yet; leave one out",
+            param="logprobs",
+            code="unsupported_parameter",
+        )
+    if body.max_tokens == 0 and not body.echo:
+        raise InvalidRequest("'max_tokens' may be 0 only with 'echo'", param="max_tokens", code="invalid_value")
+    num_logprobs = _num_logprobs(body.logprobs, "logprobs", limits)
+    job = _job(body, model, limits, prompt, "prompt", body.max_tokens, "max_tokens")
+    return replace(
+        job,
+        num_logprobs=num_logprobs,
+        sampling=replace(job.sampling, logprobs=num_logprobs),
+        echo=_echo_text(body, model, prompt) if body.echo else "",
+        is_echo_only=body.max_tokens == 0,
+    )
+
+
+def tokenize(body: TokenizeBody, model: ServedModel) -> tuple[int, ...]:
+    """The ids of a /tokenize call. Blocking. Raises RequestError."""
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("give exactly one of 'prompt' and 'messages'", param="prompt", code="invalid_value")
+    if body.messages is not None:
+        return chat_prompt(
+            model,
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+            continue_final_message=body.continue_final_message,
+            variables=body.chat_template_kwargs,
+            add_special_tokens=bool(body.add_special_tokens),
+        )
+    assert body.prompt is not None
+    adds = True if body.add_special_tokens is None else body.add_special_tokens
+    return tuple(model.tokenizer.encode(body.prompt, parse_special=True, add_special_tokens=adds))
+
+
+def chat_prompt(
+    model: ServedModel,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    variables: dict[str, object],
+    add_special_tokens: bool,
+) -> tuple[int, ...]:
+    """Ids of a conversation. `developer` is `system` to a template; user text never becomes a control token."""
+    if model.template is None:
+        raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
+    turns = [
+        ChatMessage(
+            role="system" if message.role == "developer" else message.role, content=message.content, name=message.name
+        )
+        for message in messages
+    ]
+    if not _is_shallow(variables):
+        raise InvalidRequest("too deeply nested", param="chat_template_kwargs", code="invalid_value")
+    try:
+        return model.template.encode(
+            model.tokenizer,
+            turns,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=variables,
+            add_special_tokens=add_special_tokens,
+        ).token_ids
+    except TemplateError as error:
+        raise InvalidRequest(str(error), param="messages", code="invalid_value") from None
+
+
+def check_token_ids(token_ids: Sequence[object], model: ServedModel, param: str) -> tuple[int, ...]:
+    """Refuses what is no id of the vocabulary (bools and floats included)."""
+    if not _are_ids(token_ids, model.vocab_size):
+        raise InvalidRequest(
+            f"'{param}' must hold token ids from 0 to {model.vocab_size - 1}", param=param, code="invalid_value"
+        )
+    return tuple(token_ids)
+
+
+def _are_ids(values: Sequence[object], vocab_size: int) -> TypeGuard[Sequence[int]]:
+    return all(type(one) is int and 0 <= one < vocab_size for one in values)
+
+
+def _is_shallow(value: object, depth: int = 0) -> bool:
+    if depth > MAX_TEMPLATE_DEPTH:
+        return False
+    members = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return all(_is_shallow(member, depth + 1) for member in members)
+
+
+def _completion_prompt(body: CompletionBody, model: ServedModel) -> tuple[int, ...]:
+    """One prompt: a text (special tokens in it are parsed: this is the raw interface) or token ids."""
+    prompt: object = body.prompt
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int | float):
+        if len(prompt) > 1:
+            raise InvalidRequest(
+                "several prompts in one request are not supported yet; send them one by one",
+                param="prompt",
+                code="unsupported_parameter",
+            )
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        encoded = model.tokenizer.encode(prompt, parse_special=True, add_special_tokens=body.add_special_tokens)
+        token_ids = tuple(encoded)
+    elif isinstance(prompt, list):
+        token_ids = check_token_ids(prompt, model, "prompt")
+    else:
+        raise InvalidRequest("'prompt' must be a text or a list of token ids", param="prompt", code="invalid_value")
+    if not token_ids:
+        raise InvalidRequest("'prompt' must not be empty", param="prompt", code="invalid_value")
+    return token_ids
+
+
+def _echo_text(body: CompletionBody, model: ServedModel, prompt: tuple[int, ...]) -> str:
+    given = body.prompt[0] if isinstance(body.prompt, list) and isinstance(body.prompt[0], str) else body.prompt
+    if isinstance(given, str):
+        return given
+    return model.tokenizer.decode(prompt, skip_special_tokens=body.skip_special_tokens)
+
+
+def _num_logprobs(asked: int | None, param: str, limits: LimitsConfig) -> int | None:
+    if asked is not None and asked > limits.max_logprobs:
+        raise InvalidRequest(f"'{param}' may be at most {limits.max_logprobs}", param=param, code="invalid_value")
+    return asked
+
+
+def _job(
+    body: GenerationBody,
+    model: ServedModel,
+    limits: LimitsConfig,
+    prompt: tuple[int, ...],
+    prompt_param: str,
+    asked_tokens: int | None,
+    tokens_param: str,
+) -> Job:
+    if body.n != 1:
+        raise InvalidRequest("only 'n': 1 is supported yet", param="n", code="unsupported_parameter")
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("'stream_options' needs 'stream': true", param="stream_options", code="invalid_value")
+    max_tokens = _max_tokens(model, len(prompt), prompt_param, asked_tokens, tokens_param)
+    if body.min_tokens > max_tokens:
+        raise InvalidRequest("'min_tokens' is above the token limit", param="min_tokens", code="invalid_value")
+    for param, given, most in (
+        ("stop", len(body.stop), limits.max_stop_strings),
+        ("stop_token_ids", len(body.stop_token_ids), limits.max_stop_token_ids),
+    ):
+        if given > most:
+            raise InvalidRequest(f"'{param}' may hold at most {most} entries", param=param, code="invalid_value")
+    stop_ids = dict.fromkeys(check_token_ids(body.stop_token_ids, model, "stop_token_ids"))
+    # A stop that is the text of one special token never shows in the text: it acts as that token's id.
+    stop_ids |= dict.fromkeys(one for one in map(model.tokenizer.added_id, body.stop) if one is not None)
+    options = body.stream_options
+    return Job(
+        model=model,
+        prompt_token_ids=prompt,
+        sampling=_sampling(body, model, max_tokens, tuple(stop_ids)),
+        rules=TextRules(
+            stop=tuple(dict.fromkeys(body.stop)),
+            min_tokens=body.min_tokens,
+            include_stop=body.include_stop_str_in_output,
+            skip_special_tokens=body.skip_special_tokens,
+        ),
+        is_chat=False,
+        stream=body.stream,
+        include_usage=bool(options and options.include_usage),
+        continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
+        return_token_ids=body.return_token_ids,
+        num_logprobs=None,
+    )
+
+
+def _max_tokens(
+    model: ServedModel, num_prompt_tokens: int, prompt_param: str, asked: int | None, tokens_param: str
+) -> int:
+    room = model.max_context - num_prompt_tokens
+    if room < (0 if asked == 0 else 1):
+        raise ContextTooLong(
+            f"the prompt has {num_prompt_tokens} tokens; with at least one token of answer it must fit a context of "
+            f"{model.max_context} tokens",
+            param=prompt_param,
+        )
+    if asked is not None and asked > room:
+        raise ContextTooLong(
+            f"the prompt has {num_prompt_tokens} tokens and '{tokens_param}' is {asked}; together they must fit a "
+            f"context of {model.max_context} tokens",
+            param=tokens_param,
+        )
+    if asked is not None:
+        return asked
+    return room if model.defaults.max_new_tokens is None else min(room, model.defaults.max_new_tokens)
+
+
+def _sampling(body: GenerationBody, model: ServedModel, max_tokens: int, stop_ids: tuple[int, ...]) -> SamplingParams:
+    defaults = model.defaults
+    temperature = _first(body.temperature, defaults.temperature, 1.0)
+    seed = body.seed if body.seed is not None and body.seed != -1 else secrets.randbits(63)
+    return SamplingParams(
+        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+        top_p=_first(body.top_p, defaults.top_p, 1.0),
+        top_k=min(max(int(_first(body.top_k, defaults.top_k, 0)), 0), model.vocab_size),
+        min_p=_first(body.min_p, defaults.min_p, 0.0),
+        seed=seed & INT64,
+        max_tokens=max_tokens,
+        min_tokens=body.min_tokens,
+        ignore_eos=body.ignore_eos,
+        eos_token_ids=model.eos_token_ids,
+        stop_token_ids=stop_ids,
+    )
+
+
+def _first(*values: float | None) -> float:
+    return next(value for value in values if value is not None)

@@ -1,0 +1,215 @@
+"""The HTTP bodies, parsed strictly: no bool for an integer, no NaN, no number in a string.
+
+A null member counts as absent. Unknown members are ignored (clients send vendor extras); members that are known but not
+built are refused by name, unless their value asks for nothing.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal, TypeVar
+
+import orjson
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from core.errors import InvalidRequest
+
+INT64 = 2**63 - 1
+MAX_MESSAGES = 4096
+MAX_STOP_CHARS = 1000
+MAX_ERROR_CHARS = 500
+
+_GENERATION_NOT_BUILT: Mapping[str, tuple[object, ...]] = {
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "frequency_penalty": (0,),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logprob_token_ids": ([],),
+    "presence_penalty": (0,),
+    "priority": (0,),
+    "prompt_logprobs": (),
+    "repetition_detection": (),
+    "repetition_penalty": (1,),
+    "return_tokens_as_token_ids": (False,),
+    "stream_interval": (1,),
+    "structured_outputs": (),
+    "thinking_token_budget": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+}
+_CHAT_NOT_BUILT: Mapping[str, tuple[object, ...]] = {
+    "audio": (),
+    "chat_template": (),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "prediction": (),
+    "response_format": ({"type": "text"},),
+    "store": (False,),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "web_search_options": (),
+}
+_COMPLETION_NOT_BUILT: Mapping[str, tuple[object, ...]] = {
+    "best_of": (1,),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+}
+
+
+def _one_or_many(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _joined_content(value: object) -> object:
+    """Text parts are joined in order, with nothing between; an empty list is an empty text."""
+    if not isinstance(value, list):
+        return value
+    texts: list[str] = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise ValueError("only parts of type 'text' are supported by this model")
+        if not isinstance(part.get("text"), str):
+            raise ValueError("a part of type 'text' needs a string member 'text'")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False, protected_namespaces=())
+    not_built: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+
+
+class Message(Body):
+    not_built = {"tool_calls": ([],), "function_call": (), "tool_call_id": ()}
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, BeforeValidator(_joined_content)]
+    name: Annotated[str, Field(max_length=64)] | None = None
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationBody(Body):
+    """What chat and text completions have in common. Limits that the operator sets are checked in `parse.py`."""
+
+    model: str
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, le=INT64)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    n: int = Field(default=1, ge=1, le=128)
+    seed: int | None = Field(default=None, ge=-INT64 - 1, le=INT64)
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]], BeforeValidator(_one_or_many)
+    ] = Field(default_factory=list)
+    stop_token_ids: list[int] = Field(default_factory=list)
+    min_tokens: int = Field(default=0, ge=0, le=INT64)
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+
+
+class ChatBody(GenerationBody):
+    not_built = {**_GENERATION_NOT_BUILT, **_CHAT_NOT_BUILT}
+
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_tokens: int | None = Field(default=None, ge=1, le=INT64)
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=INT64)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=INT64)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template_kwargs: dict[str, object] = Field(default_factory=dict)
+
+
+class CompletionBody(GenerationBody):
+    not_built = {**_GENERATION_NOT_BUILT, **_COMPLETION_NOT_BUILT}
+
+    prompt: str | list[object]
+    max_tokens: int = Field(default=16, ge=0, le=INT64)
+    logprobs: int | None = Field(default=None, ge=0, le=INT64)
+    echo: bool = False
+    add_special_tokens: bool = True
+
+
+class TokenizeBody(Body):
+    """Text or chat: exactly one of `prompt` and `messages`."""
+
+    not_built = {"chat_template": (), "tools": ([],)}
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES)
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, object] = Field(default_factory=dict)
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: list[int]
+
+
+SomeBody = TypeVar("SomeBody", bound=Body)
+
+
+def parse_body(cls: type[SomeBody], raw: bytes) -> SomeBody:
+    """The body as `cls`, or InvalidRequest that names the member. Never echoes what the caller sent."""
+    try:
+        value = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(
+            f"the body is not valid JSON (line {error.lineno}, column {error.colno})", code="invalid_json"
+        ) from None
+    if not isinstance(value, dict):
+        raise InvalidRequest("the body must be a JSON object", code="invalid_json")
+    _refuse_not_built(cls, value, "")
+    messages = value.get("messages")
+    if isinstance(messages, list):
+        for index, message in enumerate(messages):
+            if isinstance(message, dict):
+                if message.get("role") == "tool":
+                    raise _unsupported(f"messages.{index}.role", "tool messages are not supported yet")
+                _refuse_not_built(Message, message, f"messages.{index}.")
+    present = {name: member for name, member in value.items() if member is not None}
+    try:
+        return cls.model_validate(present)
+    except ValidationError as error:
+        raise _first_error(error.errors(include_url=False, include_input=False, include_context=False)[0]) from None
+
+
+def _refuse_not_built(cls: type[Body], value: Mapping[str, object], prefix: str) -> None:
+    for name, neutral in cls.not_built.items():
+        given = value.get(name)
+        if given is not None and given not in neutral:
+            raise _unsupported(f"{prefix}{name}", f"'{prefix}{name}' is not supported yet; leave it out")
+
+
+def _unsupported(param: str, message: str) -> InvalidRequest:
+    return InvalidRequest(message, param=param, code="unsupported_parameter")
+
+
+def _first_error(error: ErrorDetails) -> InvalidRequest:
+    path = ".".join(str(part) for part in error["loc"] if not str(part).startswith(("list[", "str", "function-")))
+    if error["type"] == "missing":
+        return InvalidRequest(f"'{path}' is required", param=path, code="missing_required_parameter")
+    reason = error["msg"].removeprefix("Value error, ")[:MAX_ERROR_CHARS]
+    return InvalidRequest(f"'{path}': {reason[:1].lower()}{reason[1:]}", param=path, code="invalid_value")
