@@ -122,7 +122,10 @@ class LoadBook:
     def _extras(self, reports: dict[WorkerKey, tuple[float, int]]) -> dict[WorkerKey, _Extra]:
         """``reports``: for each worker the moment up to which its report covers placements, and its block size."""
         extras: dict[WorkerKey, _Extra] = defaultdict(_Extra)
-        for r in self._reservations.values():
+        oldest = min((covered for covered, _ in reports.values()), default=0.0)
+        for r in reversed(self._reservations.values()):  # in the order of their making
+            if r.placed_at < oldest:
+                break
             if r.prefill in reports and r.placed_at >= reports[r.prefill][0]:
                 extras[r.prefill].queued_prompt_tokens += r.prompt_tokens
                 if r.prefill != r.decode:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from core.ids import GatewayId, Incarnation, RequestId
+from core.ids import GatewayId, Incarnation, RequestId, WorkerId
 from core.types import Mode, PlaceRequest, Prediction, Role, WorkerAddress, WorkerState
 
 SHORTAGE_COST = 4.0
@@ -101,9 +101,12 @@ class Path:
     def num_placed(self) -> int:
         return self.decode.num_placed + (self.prefill.num_placed if self.prefill is not None else 0)
 
+    @property
+    def names(self) -> tuple[str, str]:
+        return self.prefill.address.worker_id if self.prefill is not None else "", self.decode.address.worker_id
+
     def __str__(self) -> str:
-        workers = [c.address.worker_id for c in (self.prefill, self.decode) if c is not None]
-        return f"{self.mode}:{'>'.join(workers)}"
+        return f"{self.mode}:{'>'.join(filter(None, self.names))}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,14 +143,15 @@ def decide(request: PlaceRequest, snapshot: Snapshot, settings: PolicySettings) 
     pairs = [(p, d) for p in prefills for d in decodes if p.format_hash == d.format_hash]
     excluded = set(request.excluded_pairs)
     good = [(p, d) for p, d in pairs if (p.address.worker_id, d.address.worker_id) not in excluded]
-    paths = [_split(request, p, d, settings) for p, d in good] + [_local(request, c, settings) for c in hosts]
+    scores = _Scores.of(usable, request, settings)
+    paths = [scores.split(p, d) for p, d in good] + [scores.local(c) for c in hosts]
     if paths:
         return _pick(request, paths, reason=None)
     if pairs and settings.mode == "split":
-        return _pick(request, [_split(request, p, d, settings) for p, d in pairs], reason=Reason.ONLY_PAIR_LEFT)
+        return _pick(request, [scores.split(p, d) for p, d in pairs], reason=Reason.ONLY_PAIR_LEFT)
     if pairs:
         ends = {d.address.worker_id: d for _, d in pairs}.values()
-        return _pick(request, [_local(request, d, settings) for d in ends], reason=Reason.PAIR_EXCLUDED)
+        return _pick(request, [scores.local(d) for d in ends], reason=Reason.PAIR_EXCLUDED)
     return _shortfall(request, members, _needed_roles(request.model, snapshot, wants_split=wants_split))
 
 
@@ -197,25 +201,36 @@ def _shortage(candidate: Candidate, num_tokens: int) -> float:
     return max(0, missing) / candidate.num_blocks
 
 
-def _projected(request: PlaceRequest, settings: PolicySettings) -> int:
-    return request.num_prompt_tokens + min(request.max_new_tokens, settings.projected_tokens)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scores:
+    """Both scores of every usable worker, by id: paths share them."""
 
+    reads: dict[WorkerId, float]
+    writes: dict[WorkerId, float]
 
-def _split(request: PlaceRequest, prefill: Candidate, decode: Candidate, settings: PolicySettings) -> Path:
-    score = prefill_score(prefill, request.num_prompt_tokens) + decode_score(decode, _projected(request, settings))
-    return Path(mode=Mode.SPLIT, prefill=prefill, decode=decode, score=score)
+    @classmethod
+    def of(cls, usable: Sequence[Candidate], request: PlaceRequest, settings: PolicySettings) -> "_Scores":
+        num_tokens = request.num_prompt_tokens
+        projected = num_tokens + min(request.max_new_tokens, settings.projected_tokens)
+        return cls(
+            reads={c.address.worker_id: prefill_score(c, num_tokens) for c in usable},
+            writes={c.address.worker_id: decode_score(c, projected) for c in usable},
+        )
 
+    def split(self, prefill: Candidate, decode: Candidate) -> Path:
+        score = self.reads[prefill.address.worker_id] + self.writes[decode.address.worker_id]
+        return Path(mode=Mode.SPLIT, prefill=prefill, decode=decode, score=score)
 
-def _local(request: PlaceRequest, worker: Candidate, settings: PolicySettings) -> Path:
-    score = prefill_score(worker, request.num_prompt_tokens) + decode_score(worker, _projected(request, settings))
-    return Path(mode=Mode.LOCAL, decode=worker, score=score)
+    def local(self, worker: Candidate) -> Path:
+        score = self.reads[worker.address.worker_id] + self.writes[worker.address.worker_id]
+        return Path(mode=Mode.LOCAL, decode=worker, score=score)
 
 
 # -- picking ----------------------------------------------------------------------------------------------------------
 
 
 def _pick(request: PlaceRequest, paths: Sequence[Path], *, reason: Reason | None) -> Choice:
-    ranked = sorted(paths, key=lambda path: (-path.score, path.num_placed, str(path)))
+    ranked = sorted(paths, key=lambda path: (-path.score, path.num_placed, path.names))
     best, second = ranked[0], ranked[1] if len(ranked) > 1 else None
     if reason is None:
         if second is None:
