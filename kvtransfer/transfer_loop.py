@@ -11,14 +11,15 @@ from dataclasses import dataclass, field
 
 from core.clock import Clock
 from core.errors import LayoutMismatch, PeerLost, ServingError
-from core.handoff import HandoffOutcome, PeerInfo
+from core.handoff import HandoffOutcome, LeaseRef, PeerInfo
 from core.ids import Incarnation, WorkerId
+from core.kv import KVGeometry
 from kvtransfer.backends.base import Backend, Batch, Link, Op, OpState
 from kvtransfer.custody import Custody
-from kvtransfer.fetch import FetchResult, FetchTimes, Transfer, error_of
+from kvtransfer.fetch import FetchRequest, FetchResult, FetchTimes, Transfer, error_of
 from kvtransfer.memory import CELL_BYTES, REGION_KV, REGION_SCRATCH, REGION_SLOTS, Scratch
 from kvtransfer.peers import Peers
-from kvtransfer.plan import Copy, Plan
+from kvtransfer.plan import Copy, Plan, plan_blocks
 from kvtransfer.session import (
     SLOT_READ,
     Abort,
@@ -75,6 +76,7 @@ class TransferLoop:
         self,
         backend: Backend,
         *,
+        geometry: KVGeometry,
         scratch: Scratch,
         custody: Custody,
         clock: Clock,
@@ -82,6 +84,7 @@ class TransferLoop:
         handshake_s: float,
     ) -> None:
         self._backend = backend
+        self._geometry = geometry
         self._scratch = scratch
         self._custody = custody
         self._clock = clock
@@ -116,7 +119,7 @@ class TransferLoop:
             future.set_exception(error)
             return
         self._connecting[key] = [future]
-        self._waiting.append(Work(self._session(_NO_PLAN, self._handshake_s), link, _NO_PLAN, 0, None))
+        self._waiting.append(Work(self._session(_NO_PLAN, None, self._handshake_s), link, _NO_PLAN, 0, None))
 
     def _make_way(self, peer: PeerInfo) -> None:
         """Before a new link: the worker's older incarnation is gone, and a dead link to this one is taken down."""
@@ -136,6 +139,16 @@ class TransferLoop:
         for work in [*self._active, *self._waiting]:
             if work.link is link:
                 self._handle(work, Abort(HandoffOutcome.PEER_LOST, "the peer was replaced or lost"))
+
+    def begin(self, link: Link, request: FetchRequest) -> Work:
+        """Plan a fetch and take custody of its blocks. From any thread: touches nothing of the loop.
+
+        Raises LayoutMismatch for block ids outside the geometries; then nothing has changed.
+        """
+        plan = plan_blocks(link.peer.geometry, self._geometry, request.remote_blocks, request.local_blocks)
+        session = self._session(plan, request.lease, request.deadline_s)
+        self._custody.begin(request.transfer_id, request.local_blocks)
+        return Work(session, link, plan, request.slot, Transfer(request.transfer_id))
 
     def fetch(self, work: Work) -> None:
         self._waiting.append(work)
@@ -290,7 +303,9 @@ class TransferLoop:
             return
         self._connects_failed += 1
         self._peers.discard(work.link)
-        error = error_of(outcome or HandoffOutcome.BACKEND_FAILED, f"no link to {peer.worker_id}: {session.detail}")
+        if outcome is None or outcome is HandoffOutcome.ABORTED:
+            outcome = HandoffOutcome.STALLED
+        error = error_of(outcome, f"no link to {peer.worker_id}: {session.detail}")
         for future in futures:
             future.set_exception(error)
 
@@ -317,13 +332,9 @@ class TransferLoop:
             ),
         )
 
-    # -- making and reporting -----------------------------------------------------------------------------------------
-
-    def _session(self, plan: Plan, deadline_s: float) -> Session:
+    def _session(self, plan: Plan, lease: LeaseRef | None, deadline_s: float) -> Session:
         now = self._clock.now()
-        return Session(
-            len(plan.chunks), lease=None, now=now, deadline_at=now + deadline_s, stall_s=min(self._stall_s, deadline_s)
-        )
+        return Session(len(plan.chunks), lease=lease, now=now, deadline_at=now + deadline_s, stall_s=self._stall_s)
 
     def stats(self) -> TransferStats:
         """From any thread."""

@@ -23,9 +23,7 @@ from kvtransfer.backends.base import Backend, Link
 from kvtransfer.custody import Custody, CustodyEnd
 from kvtransfer.fetch import FetchRequest, Transfer, pinned_future
 from kvtransfer.memory import Scratch
-from kvtransfer.plan import plan_blocks
-from kvtransfer.session import Session
-from kvtransfer.transfer_loop import TransferLoop, TransferStats, Work
+from kvtransfer.transfer_loop import TransferLoop, TransferStats
 
 _MIN_SLEEP_S = 50e-6
 _MAX_SLEEP_S = 1e-3
@@ -49,12 +47,16 @@ class TransferThread:
         handshake_s: float = 5.0,
     ) -> None:
         """``geometry`` is that of our region ``kv``; ``scratch`` was registered with the backend."""
-        self._geometry = geometry
         self._custody = custody
         self._clock = clock
-        self._stall_s = stall_s
         self._loop = TransferLoop(
-            backend, scratch=scratch, custody=custody, clock=clock, stall_s=stall_s, handshake_s=handshake_s
+            backend,
+            geometry=geometry,
+            scratch=scratch,
+            custody=custody,
+            clock=clock,
+            stall_s=stall_s,
+            handshake_s=handshake_s,
         )
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -101,15 +103,10 @@ class TransferThread:
         Raises LayoutMismatch for block ids outside the geometries, BackendFailed once the thread has stopped; then
         nothing has changed.
         """
-        plan = plan_blocks(link.peer.geometry, self._geometry, request.remote_blocks, request.local_blocks)
-        now = self._clock.now()
-        session = Session(
-            len(plan.chunks), lease=request.lease, now=now, deadline_at=now + request.deadline_s, stall_s=self._stall_s
-        )
-        transfer = Transfer(request.transfer_id)
-        work = Work(session, link, plan, request.slot, transfer)
+        work = self._loop.begin(link, request)
+        transfer = work.transfer
+        assert transfer is not None
         transfer.on_abandon(partial(self._submit, partial(self._loop.abort, work)))
-        self._custody.begin(request.transfer_id, request.local_blocks)
         if not self._submit(partial(self._loop.fetch, work)):
             self._custody.end(request.transfer_id, CustodyEnd.NEVER_POSTED)
             raise BackendFailed("the transfer thread has stopped")

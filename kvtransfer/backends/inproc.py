@@ -7,7 +7,7 @@ still writes late, as the real thing does. Time is counted in polls.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from core.errors import BackendFailed, LayoutMismatch
+from core.errors import BackendFailed, LayoutMismatch, PeerLost
 from core.handoff import HandoffOutcome, LinkInfo, PeerInfo
 from kvtransfer.backends.base import DONE, PENDING, Batch, Identity, Link, Op, OpState, OpStatus, check_bounds
 from kvtransfer.layout import Region, region_of
@@ -100,7 +100,7 @@ class InprocBackend:
         if peer.link.backend != self.name:
             raise LayoutMismatch(f"transfer backends differ: {self.name!r} != {peer.link.backend!r}")
         if not self._fabric.is_alive(peer.link.agent_name):
-            raise BackendFailed(f"no agent named {peer.link.agent_name}")
+            raise PeerLost(f"no agent named {peer.link.agent_name}")
         return self._links.setdefault(peer.link.agent_name, Link(peer))
 
     def post(self, link: Link, batch: Batch) -> Op:

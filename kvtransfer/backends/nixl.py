@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from core.errors import BackendFailed, ConfigError, LayoutMismatch
+from core.errors import BackendFailed, ConfigError, LayoutMismatch, PeerLost
 from core.handoff import HandoffOutcome, LinkInfo, PeerInfo
 from core.kv import MemoryRegion
 from kvtransfer.backends.base import DONE, PENDING, Batch, Identity, Link, Op, OpState, OpStatus, check_bounds
@@ -101,7 +101,8 @@ class NixlBackend:
         try:
             name = self._agent.add_remote_agent(blob)
         except self._errors as error:
-            raise BackendFailed(f"NIXL refused the metadata of {peer.link.agent_name}: {error}") from error
+            # It connects while it loads: a process that is gone shows here, as a backend error.
+            raise PeerLost(f"{peer.link.agent_name} cannot be reached by NIXL: {error}") from error
         name = name.decode() if isinstance(name, bytes) else str(name)
         link = _NixlLink(peer, agent_name=name, devices=devices)
         if name != peer.link.agent_name:

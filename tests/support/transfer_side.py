@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from core.clock import Clock, MonotonicClock
 from core.handoff import DigestKind, Grant, LeaseRef, PeerInfo
-from core.ids import HandoffId, Incarnation, WorkerId, new_incarnation
+from core.ids import HandoffId, Incarnation, LeaseId, WorkerId, new_incarnation
 from core.kv import KVFormat, KVGeometry
 from kvtransfer.backends.base import Backend, Identity
 from kvtransfer.custody import Custody
@@ -17,6 +17,7 @@ from kvtransfer.layout import Region, kv_region
 from kvtransfer.lease import LeaseTable, LeaseView
 from kvtransfer.memory import REGION_KV, AlignedBuffer, Scratch
 from kvtransfer.slot import SlotMemory
+from kvtransfer.transfer_loop import TransferLoop
 from kvtransfer.transfer_thread import TransferThread
 
 GEOMETRY = KVGeometry(num_blocks=32, block_size=16, num_layers=4, num_kv_heads=3, head_dim=8, dtype_bytes=4)
@@ -119,6 +120,17 @@ class Side:
             digests=digests,
         )
 
+    def loop(self, clock: Clock, *, stall_s: float = 10.0, handshake_s: float = 5.0) -> TransferLoop:
+        return TransferLoop(
+            self.backend,
+            geometry=self.geometry,
+            scratch=self.scratch,
+            custody=self.custody,
+            clock=clock,
+            stall_s=stall_s,
+            handshake_s=handshake_s,
+        )
+
     def thread(self, *, clock: Clock | None = None, stall_s: float = 10.0, handshake_s: float = 5.0) -> TransferThread:
         return TransferThread(
             self.backend,
@@ -133,6 +145,4 @@ class Side:
 
 
 def lease_ref(lease_id: int, epoch: int) -> LeaseRef:
-    from core.ids import LeaseId
-
     return LeaseRef(lease_id=LeaseId(lease_id), epoch=epoch)
