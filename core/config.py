@@ -376,6 +376,7 @@ def set_worker_environment(num_threads: int) -> None:
         os.environ[name] = str(num_threads)
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
+    os.environ.setdefault("UCX_LOG_FILE", "stderr")  # UCX logs to standard output otherwise
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     transports = os.environ.get("UCX_TLS")
     if transports and "tcp" not in transports.split(",") and transports != "all" and not transports.startswith("^"):
