@@ -92,7 +92,7 @@ class Backend(Protocol):
         """Register memory; returns what peers need. Raises BackendFailed. Memory stays valid until after ``close``."""
 
     def connect(self, peer: PeerInfo) -> Link:
-        """Idempotent for each incarnation. Raises PeerLost (it cannot be reached) or LayoutMismatch (it does not fit)."""
+        """Idempotent for each incarnation. Raises PeerLost (not reachable) or LayoutMismatch (does not fit)."""
 
     def post(self, link: Link, batch: Batch) -> Op:
         """Start a READ. May copy synchronously. Raises LayoutMismatch only; every other fault is a FAILED
