@@ -5,13 +5,14 @@ what makes a decode worker is that its sequences arrive with their KV.
 
 Threads: :attr:`Engine.pool` may be used from anywhere; everything else belongs to one thread, the step thread.
 
-Ownership of blocks: ``add`` takes over the blocks and the reservation of a sequence (not when it raises). The engine
-frees them when the sequence finishes, fails or is removed. A paused sequence keeps its blocks until it is detached
-(then they are the caller's, who may lease them before freeing) or removed.
+Ownership of blocks: ``add`` takes over the blocks and the reservation of a sequence, even when it raises. The engine
+frees them when the sequence is refused, finishes, fails or is removed. A paused sequence keeps its blocks until it is
+detached (then they are the caller's, who may lease them before freeing) or removed.
 """
 
 import os
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -66,10 +67,14 @@ class EngineLimits:
     max_step_tokens: int
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCounters:
-    """Totals since start. Written by the step thread; reading single numbers elsewhere is safe."""
+    """A snapshot: what runs now, and totals since start."""
 
+    num_running: int = 0
+    num_waiting: int = 0
+    queued_prompt_tokens: int = 0
+    """Tokens of original prompts still to be computed."""
     num_steps: int = 0
     prompt_tokens_computed: int = 0
     """Tokens of original prompts, recomputation included."""
@@ -85,13 +90,18 @@ class SequenceOutput:
     """What one step did for one sequence: a new token, or the error that ended it."""
 
     sequence: Sequence
-    token_id: int | None = None
-    index: int | None = None
+    token_id: int = -1
+    """Means nothing beside an error."""
+    index: int = -1
     """Of the token among the generated ones, from the end of the original prompt."""
     logprobs: TokenLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     error: ServingError | None = None
+
+    @property
+    def key(self) -> SequenceKey:
+        return self.sequence.key
 
     @property
     def is_paused(self) -> bool:
@@ -160,7 +170,7 @@ class Engine:
         self.model = Decoder(files, max_context=max_context)
         self.cache = KVCache(shape, num_blocks)
         self.pool = BlockPool(num_blocks)
-        self.counters = EngineCounters()
+        self._totals = EngineCounters()
         self._scheduler = Scheduler(
             self.pool,
             block_size=config.block_size,
@@ -184,19 +194,16 @@ class Engine:
     def has_work(self) -> bool:
         return self._scheduler.has_work
 
-    @property
-    def num_running(self) -> int:
-        return len(self._scheduler.running)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._scheduler.waiting)
-
-    @property
-    def queued_prompt_tokens(self) -> int:
-        """Tokens of original prompts still to be computed."""
-        sequences = (*self._scheduler.running, *self._scheduler.waiting)
-        return sum(max(0, each.num_prompt_tokens - each.num_computed) for each in sequences)
+    def counters(self) -> EngineCounters:
+        """Cheap, and safe from any thread: a step may be between two of the numbers."""
+        scheduler = self._scheduler
+        sequences = (*scheduler.running, *scheduler.waiting)
+        return replace(
+            self._totals,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            queued_prompt_tokens=sum(max(0, each.num_prompt_tokens - each.num_computed) for each in sequences),
+        )
 
     def find(self, key: SequenceKey) -> Sequence | None:
         return self._sequences.get(key)
@@ -204,10 +211,14 @@ class Engine:
     # -- sequences come and go ----------------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
-        """Take a sequence over. Raises, and takes nothing, when it could never run here."""
-        if sequence.key in self._sequences:
-            raise InvalidRequest(f"request {sequence.key.request_id} is running here already")
-        self._check(sequence)
+        """Take a sequence over. When it raises (the sequence could never run here), the blocks it brought are freed."""
+        try:
+            if sequence.key in self._sequences:
+                raise InvalidRequest(f"request {sequence.key.request_id} is running here already")
+            self._check(sequence)
+        except ServingError:
+            self._scheduler.finish(sequence)
+            raise
         self._sequences[sequence.key] = sequence
         self._scheduler.add(sequence)
 
@@ -239,40 +250,52 @@ class Engine:
         outputs: list[SequenceOutput] = []
         for sequence, error in schedule.failed:
             del self._sequences[sequence.key]
-            self.counters.num_failed += 1
             outputs.append(SequenceOutput(sequence=sequence, error=error))
-        self.counters.num_preemptions += schedule.num_preempted
-        num_tokens = 0
         if schedule.chunks:
-            num_tokens = sum(chunk.num_tokens for chunk in schedule.chunks)
             outputs += self._run(schedule.chunks)
-        return StepResult(outputs=tuple(outputs), num_tokens=num_tokens, num_preempted=schedule.num_preempted)
+        totals = self._totals
+        self._totals = replace(
+            totals,
+            tokens_generated=totals.tokens_generated + sum(output.error is None for output in outputs),
+            num_preemptions=totals.num_preemptions + schedule.num_preempted,
+            num_failed=totals.num_failed + sum(output.error is not None for output in outputs),
+        )
+        return StepResult(
+            outputs=tuple(outputs),
+            num_tokens=sum(chunk.num_tokens for chunk in schedule.chunks),
+            num_preempted=schedule.num_preempted,
+        )
 
     @torch.inference_mode()
     def _run(self, chunks: tuple[Chunk, ...]) -> list[SequenceOutput]:
+        started_at = time.monotonic()
         batch = build_batch(chunks, self.cache, num_heads=self.model.config.num_heads, row_multiple=self._row_multiple)
         hidden_TH = self.model.forward(batch.tokens_T, batch.positions_T, batch.plan)
         sampled: list[Sampled] = []
         if batch.sampled:
             logits_RV = self.model.logits(hidden_TH[batch.sampled_rows_R])[: len(batch.sampled)]
             sampled = sample(logits_RV, [chunk.sequence for chunk in batch.sampled])
-        counters = self.counters
-        counters.num_steps += 1
-        counters.tokens_computed += batch.num_tokens
-        counters.num_padded_rows += len(batch.tokens_T) - batch.num_tokens
+        num_prompt = 0
         for chunk in chunks:
-            before = chunk.sequence.num_prompt_tokens_computed
-            chunk.sequence.mark_computed(chunk.num_tokens)
-            counters.prompt_tokens_computed += chunk.sequence.num_prompt_tokens_computed - before
+            sequence = chunk.sequence
+            if sequence.first_step_at is None:
+                sequence.first_step_at = started_at
+            num_prompt += sequence.mark_computed(chunk.num_tokens)
+        totals = self._totals
+        self._totals = replace(
+            totals,
+            num_steps=totals.num_steps + 1,
+            prompt_tokens_computed=totals.prompt_tokens_computed + num_prompt,
+            tokens_computed=totals.tokens_computed + batch.num_tokens,
+            num_padded_rows=totals.num_padded_rows + len(batch.tokens_T) - batch.num_tokens,
+        )
         return [self._apply(chunk.sequence, each) for chunk, each in zip(batch.sampled, sampled, strict=True)]
 
     def _apply(self, sequence: Sequence, sampled: Sampled) -> SequenceOutput:
         if sampled.error is not None:
-            self.counters.num_failed += 1
             self._end(sequence)
             return SequenceOutput(sequence=sequence, error=sampled.error)
         sequence.tokens.append(sampled.token_id)
-        self.counters.tokens_generated += 1
         finish = finish_of(
             sequence.sampling,
             token_id=sampled.token_id,

@@ -62,12 +62,16 @@ class Sequence:
     state: SequenceState = SequenceState.NEW
     arrival: int = -1
     """Order of arrival at the scheduler: the lowest is the oldest. Kept over preemptions."""
-    num_prompt_tokens_computed: int = 0
+    num_prompt_computed: int = 0
     """Tokens of the original prompt that *this* worker computed (again after a preemption). 0 in ``split`` mode at D.
     """
     num_tokens_computed: int = 0
     """Tokens of any kind that this worker computed."""
+    num_cached: int = 0
+    """Prompt tokens whose KV this worker held already."""
     num_preemptions: int = 0
+    first_step_at: float | None = None
+    """``time.monotonic`` at the start of the first step that ran it here."""
 
     @property
     def num_pending(self) -> int:
@@ -87,10 +91,12 @@ class Sequence:
         """More blocks than its present tokens need may be wanted later."""
         return self.pause_at is None or len(self.tokens) + 1 < self.pause_at
 
-    def mark_computed(self, num_tokens: int) -> None:
-        """``num_tokens`` more tokens have their KV."""
+    def mark_computed(self, num_tokens: int) -> int:
+        """``num_tokens`` more tokens have their KV; returns how many of them are of the original prompt."""
         start, end = self.num_computed, self.num_computed + num_tokens
         assert end <= len(self.tokens), "computed more than there is"
+        num_prompt = max(0, min(end, self.num_prompt_tokens) - start)
         self.num_computed = end
         self.num_tokens_computed += num_tokens
-        self.num_prompt_tokens_computed += max(0, min(end, self.num_prompt_tokens) - start)
+        self.num_prompt_computed += num_prompt
+        return num_prompt
