@@ -20,8 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one component until it is told to stop. Returns its exit code."""
     options = _parse(argv)
     try:
-        config = _config(options)
-        asyncio.run(_component(options, config))
+        _run(options, _config(options))
     except ConfigError as error:
         return _fail(error.message, EXIT_CONFIG)
     except ServingError as error:
@@ -34,28 +33,32 @@ def announce(addresses: Mapping[str, str]) -> None:
     print(ready_line(addresses), flush=True)
 
 
-def _component(options: argparse.Namespace, config: ClusterConfig) -> Coroutine[Any, Any, None]:
+def _run(options: argparse.Namespace, config: ClusterConfig) -> None:
     match options.kind:
         case "router":
             import router.service
 
-            return router.service.run(config, announce=announce)
+            asyncio.run(router.service.run(config, announce=announce))
         case "gateway":
-            import gateway.app
+            import gateway.service
 
-            return gateway.app.run(config, announce=announce)
+            gateway.service.run(config, on_listening=lambda address: announce({"http": address}))
         case _:
-            model, role = config.model(options.model), Role(options.role)
-            if role not in model.pools:
-                raise ConfigError(f"model {model.name!r} has no {role} pool; pools: {', '.join(model.pools)}")
-            set_worker_environment(model.pools[role].num_threads)
-            if role is Role.PREFILL:
-                import prefill_worker.process as prefill
+            asyncio.run(_worker(options, config))
 
-                return prefill.run(config, model, worker_id=options.worker_id, announce=announce)
-            import decode_worker.process as decode
 
-            return decode.run(config, model, role, worker_id=options.worker_id, announce=announce)
+def _worker(options: argparse.Namespace, config: ClusterConfig) -> Coroutine[Any, Any, None]:
+    model, role = config.model(options.model), Role(options.role)
+    if role not in model.pools:
+        raise ConfigError(f"model {model.name!r} has no {role} pool; pools: {', '.join(model.pools)}")
+    set_worker_environment(model.pools[role].num_threads)
+    if role is Role.PREFILL:
+        import prefill_worker.process as prefill
+
+        return prefill.run(config, model, worker_id=options.worker_id, announce=announce)
+    import decode_worker.process as decode
+
+    return decode.run(config, model, role, worker_id=options.worker_id, announce=announce)
 
 
 def _config(options: argparse.Namespace) -> ClusterConfig:

@@ -19,6 +19,7 @@ from deploy.process import ProcessLauncher
 from modelfiles.locate import locate
 
 READY_POLL_S = 0.2
+SAY_AGAIN_S = 10.0
 ESSENTIAL = ("router", "gateway")
 """Without one of these the cluster serves nothing; a pool can do without a worker for a while."""
 
@@ -72,6 +73,7 @@ class UpRun:
         self._ready: dict[str, ComponentEvent] = {}
         self._names: tuple[str, ...] = ()
         self._is_up = False
+        self._waiting_for = ""
 
     def say(self, text: str) -> None:
         print(f"[{time.monotonic() - self._started_at:6.1f} s] {text}", flush=True)
@@ -88,10 +90,9 @@ class UpRun:
             if following.done():
                 following.result()
             if not waiting.done():
-                missing = ", ".join(name for name in self._names if name not in self._ready) or "the gateway's /ready"
                 raise LaunchError(
-                    f"still waiting for {missing} after {timeout_s:g} s; look into {self._logs} (--log-dir keeps the "
-                    "logs), or allow more: --set launcher.start_timeout_s=600"
+                    f"not up after {timeout_s:g} s: {self._waiting_for}; run again with --log-dir to keep the logs, "
+                    "or allow more time: --set launcher.start_timeout_s=600"
                 )
             waiting.result()
             self._is_up = True
@@ -127,11 +128,25 @@ class UpRun:
 
     async def _wait_until_ready(self) -> None:
         """Until the gateway says that every model can be served, and every component has said that it serves."""
+        said_at = time.monotonic()
         async with httpx.AsyncClient(timeout=5, trust_env=False) as client:
             while True:
-                if all(name in self._ready for name in self._names) and await _answers(client, self._ready_url()):
+                missing = [name for name in self._names if name not in self._ready]
+                self._waiting_for = f"waiting for {', '.join(missing)}" if missing else await self._ask_gateway(client)
+                if not self._waiting_for:
                     return
+                if time.monotonic() - said_at >= SAY_AGAIN_S:
+                    said_at = time.monotonic()
+                    self.say(self._waiting_for)
                 await asyncio.sleep(READY_POLL_S)
+
+    async def _ask_gateway(self, client: httpx.AsyncClient) -> str:
+        """Why the gateway is not ready, in its own words; empty when it is."""
+        try:
+            answer = await client.get(self._ready_url())
+            return "" if answer.status_code == httpx.codes.OK else str(answer.json()["error"]["message"])
+        except (httpx.HTTPError, ValueError, KeyError, TypeError):
+            return "the gateway does not answer"
 
     def _ready_url(self) -> str:
         return f"http://{_reachable(self._config.gateway.listen)}/ready"
@@ -182,13 +197,6 @@ class _Signals:
         self.was_told_to_stop = True
         assert self._task is not None
         self._task.cancel()
-
-
-async def _answers(client: httpx.AsyncClient, url: str) -> bool:
-    try:
-        return (await client.get(url)).status_code == httpx.codes.OK
-    except httpx.HTTPError:
-        return False
 
 
 def _reachable(listen: str) -> str:
