@@ -94,7 +94,7 @@ class Admission:
             decode_s=max(0.0, ended_at - first_step),
             transfer_bytes=0 if self.fetch is None else self.fetch.num_bytes,
             transfer_backend="" if self.fetch is None else self.fetch.backend,
-            num_prompt_tokens_computed=0 if sequence is None else sequence.num_prompt_tokens_computed,
+            num_prompt_tokens_computed=0 if sequence is None else sequence.num_prompt_computed,
         )
 
 

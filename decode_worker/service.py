@@ -251,7 +251,7 @@ class DecodeRole:
 
     def on_step(self, result: StepResult, started_at: float, ended_at: float) -> None:
         for output in result.outputs:
-            admission = self._admissions.get(output.key)
+            admission = self._admissions.get(output.sequence.key)
             if admission is not None:
                 self._take(admission, output, started_at, ended_at)
         self._serve_queue()
@@ -266,9 +266,9 @@ class DecodeRole:
         if outbox is not None:
             outbox.put_chunk(
                 TokenChunk(
-                    request_id=output.key.request_id,
-                    choice=output.key.choice,
-                    attempt=output.key.attempt,
+                    request_id=admission.key.request_id,
+                    choice=admission.key.choice,
+                    attempt=admission.key.attempt,
                     first_index=output.index,
                     token_ids=(output.token_id,),
                     logprobs=() if output.logprobs is None else (output.logprobs,),

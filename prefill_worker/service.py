@@ -28,7 +28,7 @@ from core.types import (
     WorkerLoad,
 )
 from engine.block_pool import Reservation
-from engine.engine import SequenceOutput, StepResult
+from engine.engine import Engine, SequenceOutput, StepResult
 from engine.sequence import Sequence, SequenceKey
 from kvtransfer.lease import LeaseTable
 from prefill_worker.export import Exports
@@ -74,7 +74,8 @@ class PrefillRole:
 
     def on_step(self, result: StepResult, started_at: float, ended_at: float) -> None:
         for output in result.outputs:
-            attempt = self._attempts.get((output.key.request_id, output.key.attempt))
+            key = output.sequence.key
+            attempt = self._attempts.get((key.request_id, key.attempt))
             if attempt is not None and not attempt.first.done():
                 attempt.first.set_result(output)
         self._exports.room_freed.set()
@@ -168,15 +169,13 @@ class PrefillRole:
             if output.error is not None:
                 raise output.error
             first = _first_token(output)
-            blocks = sequence.block_table
             if first.finish_reason is not None:
-                await self._discard(sequence)
                 self._exports.end(handoff_id, Cancelled("the request ended at its first token"))
             else:
-                await context.steps.call(lambda engine: _lease_blocks(engine, sequence_key))
+                blocks = await context.steps.call(lambda engine: _lease_blocks(engine, sequence_key))
                 is_over = True
                 attempt.is_held = True
-                await asyncio.shield(self._exports.seal(handoff_id, list(blocks), (first,)))
+                await asyncio.shield(self._exports.seal(handoff_id, blocks, (first,)))
             is_over = True
         finally:
             if not is_over:
@@ -190,7 +189,6 @@ class PrefillRole:
                 prefill_queue_s=max(0.0, started_at - arrived_at),
                 prefill_s=max(0.0, time.monotonic() - started_at),
                 num_prompt_tokens_computed=sequence.num_prompt_computed,
-                num_cached_tokens=sequence.num_cached,
             ),
         )
 
@@ -275,9 +273,18 @@ async def _ended(task: "asyncio.Task[PrefillReply]") -> None:
     await asyncio.wait({task})
 
 
+
+def _lease_blocks(engine: Engine, key: SequenceKey) -> list[int]:
+    """Take a paused sequence off the engine; its blocks are leased from now on, and in use no more."""
+    blocks = engine.detach(key).block_table
+    engine.pool.lease(blocks)
+    engine.pool.free(blocks)
+    return blocks
+
+
 def _first_token(output: SequenceOutput) -> FirstToken:
     return FirstToken(
-        choice=output.key.choice,
+        choice=output.sequence.key.choice,
         index=output.index,
         token_id=output.token_id,
         logprobs=output.logprobs,

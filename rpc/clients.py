@@ -4,14 +4,15 @@ Every failure is a typed error of core.errors: a call that only the transport fa
 Every call has a deadline; long-lived streams are watched by keepalive.
 """
 
-from collections.abc import AsyncIterator, Awaitable
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Self, TypeVar
 
 import grpc
 import grpc.aio
 
 from core import types as t
-from core.errors import StaleIncarnation
+from core.errors import InternalError, StaleIncarnation
 from core.handoff import ToHolder, ToReader
 from core.ids import GatewayId, Incarnation
 from rpc.convert import TO_HOLDER, TO_READER, WORKER_MESSAGE, from_pb, to_pb
@@ -58,13 +59,19 @@ class _Client:
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, worker_id=self._worker_id) from None
 
-    async def _stream(self, call: Any) -> AsyncIterator[Any]:
+    async def _stream(self, call: Any, outgoing: "_Outgoing | None" = None) -> AsyncIterator[Any]:
         """The messages of a response stream; leaving it early cancels the call."""
         try:
             async for message in call:
                 yield message
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, worker_id=self._worker_id) from None
+        except asyncio.CancelledError:
+            # grpc cancels the call, and with it whoever reads it, when the request iterator raises. That is no cancellation
+            # of our task, and swallowing it would end a long-lived stream without a word.
+            if outgoing is not None and outgoing.error is not None:
+                raise InternalError("the request stream failed") from outgoing.error
+            raise
         finally:
             call.cancel()
 
@@ -76,6 +83,25 @@ class _Client:
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
+
+
+class _Outgoing:
+    """The encoded request messages of a stream, and what their source raised, if it did."""
+
+    def __init__(self, messages: AsyncIterator[Any], encode: Callable[[Any], Any]) -> None:
+        self._messages = messages
+        self._encode = encode
+        self.error: BaseException | None = None
+
+    async def stream(self) -> AsyncIterator[Any]:
+        try:
+            async for message in self._messages:
+                yield self._encode(message)
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except BaseException as error:
+            self.error = error
+            raise
 
 
 class RouterClient(_Client):
@@ -94,8 +120,8 @@ class RouterClient(_Client):
         self, messages: AsyncIterator[t.WorkerRegistration | t.WorkerLoad]
     ) -> AsyncIterator[t.WorkerCommand]:
         """The membership stream: send registration and loads, receive commands. Ends with a typed error."""
-        encoded = (WORKER_MESSAGE.encode(message) async for message in messages)
-        async for command in self._stream(self._stub.Join(encoded)):
+        outgoing = _Outgoing(messages, WORKER_MESSAGE.encode)
+        async for command in self._stream(self._stub.Join(outgoing.stream()), outgoing):
             yield from_pb(t.WorkerCommand, command)
 
     async def report_gateway(self, report: t.GatewayReport) -> t.ClusterView:
@@ -181,8 +207,8 @@ class HandoffClient(_Client):
         self._stub: Any = handoff_pb2_grpc.HandoffStub(self._channel)
 
     async def connect(self, messages: AsyncIterator[ToHolder]) -> AsyncIterator[ToReader]:
-        encoded = (TO_HOLDER.encode(message) async for message in messages)
-        async for reply in self._stream(self._stub.Connect(encoded)):
+        outgoing = _Outgoing(messages, TO_HOLDER.encode)
+        async for reply in self._stream(self._stub.Connect(outgoing.stream()), outgoing):
             decoded = TO_READER.decode(reply)
             if decoded is not None:
                 yield decoded

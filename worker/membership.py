@@ -52,7 +52,7 @@ class Membership:
                     self._on_command(command)
             except ServingError as error:
                 if self.is_joined or failures == 0:
-                    log.warning("not joined to the router", extra={"reason": error.message})
+                    log.warning("not joined to the router", extra={"reason": error.message}, exc_info=error.__cause__)
             self.is_joined = False
             await asyncio.sleep(_BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
             failures += 1

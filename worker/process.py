@@ -32,7 +32,7 @@ from core.types import (
     WorkerRegistration,
     WorkerState,
 )
-from engine.engine import Engine, StepResult
+from engine.engine import Engine, EngineConfig, StepResult
 from kvtransfer.backends.base import Backend, Identity
 from kvtransfer.custody import Custody
 from kvtransfer.digest import Digester
@@ -41,6 +41,7 @@ from kvtransfer.lease import LeaseTable
 from kvtransfer.memory import Scratch
 from kvtransfer.slot import SlotMemory
 from kvtransfer.transfer_thread import TransferThread
+from modelfiles.model import open_model
 from rpc.clients import RouterClient
 from rpc.server import RpcServer
 from worker.context import WorkerContext, WorkerRole
@@ -319,6 +320,25 @@ def _own_core(config: ClusterConfig, num_threads: int, role: Role, worker_id: st
         return None
     cores = sorted(os.sched_getaffinity(0))
     return cores[(2 * int(number[1]) + (role is not Role.PREFILL)) % len(cores)]
+
+
+def load_engine(config: ClusterConfig, model: ModelConfigSection, role: Role) -> Engine:
+    """Weights, KV memory and all. Takes seconds; raises ConfigError with the remedy."""
+    pool = model.pools[role]
+    return Engine(
+        open_model(model.path),
+        EngineConfig(
+            block_size=model.kv.block_size,
+            num_blocks=model.kv.num_blocks,
+            memory_bytes=model.kv.memory_bytes,
+            max_step_tokens=pool.max_step_tokens,
+            max_sequences=pool.max_sequences,
+            max_context=model.max_context,
+            dtype=model.dtype,
+            kv_dtype=model.kv.dtype,
+            invariant=model.invariant,
+        ),
+    )
 
 
 async def run_worker(
