@@ -25,10 +25,9 @@ import typing
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
-from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from core import handoff, types as core_types
@@ -61,11 +60,11 @@ def from_pb(cls: type[T], message: Message) -> T:
     return decoded
 
 
-@lru_cache(maxsize=None)
-def _codec(cls: type, message_type: type[Message] | None = None) -> tuple[Encode, Decode]:
+def _compile(cls: type) -> tuple[Encode, Decode]:
     """(encode, decode) of a dataclass and its message."""
-    assert is_dataclass(cls), f"{cls} is not a dataclass"
-    message_type = message_type or message_class(cls)
+    if not is_dataclass(cls):
+        raise TypeError(f"{cls} is not a dataclass")
+    message_type: Any = message_class(cls)
     descriptors = message_type.DESCRIPTOR.fields_by_name
     hints = typing.get_type_hints(cls)
     names = [f.name for f in fields(cls)]
@@ -87,7 +86,10 @@ def _codec(cls: type, message_type: type[Message] | None = None) -> tuple[Encode
     return encode, decode
 
 
-def _field_codec(hint: Any, field: FieldDescriptor) -> tuple[Encode, Decode]:
+_codec: Callable[[Any], tuple[Encode, Decode]] = cache(_compile)
+
+
+def _field_codec(hint: Any, field: Any) -> tuple[Encode, Decode]:
     """(encode the value, read it from the whole message)."""
     name = field.name
     hint, is_optional = _strip_optional(hint)
@@ -120,7 +122,7 @@ def _field_codec(hint: Any, field: FieldDescriptor) -> tuple[Encode, Decode]:
     return encode, lambda message: decode(getattr(message, name))
 
 
-def _item_codec(hint: Any, field: FieldDescriptor) -> tuple[Encode, Decode]:
+def _item_codec(hint: Any, field: Any) -> tuple[Encode, Decode]:
     """(encode, decode) of one value of a field."""
     while hasattr(hint, "__supertype__"):  # NewType
         hint = hint.__supertype__
@@ -134,7 +136,7 @@ def _item_codec(hint: Any, field: FieldDescriptor) -> tuple[Encode, Decode]:
     return _identity, _identity
 
 
-def _tuple_codec(hint: Any, field: FieldDescriptor) -> tuple[Encode, Decode]:
+def _tuple_codec(hint: Any, field: Any) -> tuple[Encode, Decode]:
     message_type = _generated(field.message_type.name)
     parts = sorted(field.message_type.fields, key=lambda part: part.number)
     arguments = typing.get_args(hint)
@@ -149,7 +151,7 @@ def _tuple_codec(hint: Any, field: FieldDescriptor) -> tuple[Encode, Decode]:
     )
 
 
-def _enum_codec(cls: type[Enum], field: FieldDescriptor) -> tuple[Encode, Decode]:
+def _enum_codec(cls: type[Enum], field: Any) -> tuple[Encode, Decode]:
     if field.enum_type is None:  # a string field: kept readable for peers that know more members
         members = {member.value: member for member in cls}
 
