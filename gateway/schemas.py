@@ -208,7 +208,8 @@ def _unsupported(param: str, message: str) -> InvalidRequest:
 
 
 def _first_error(error: ErrorDetails) -> InvalidRequest:
-    path = ".".join(str(part) for part in error["loc"] if not str(part).startswith(("list[", "str", "function-")))
+    # Pydantic names the branches of a union in the path; callers know members only.
+    path = ".".join(str(part) for part in error["loc"] if part != "str" and not str(part).startswith("list["))
     if error["type"] == "missing":
         return InvalidRequest(f"'{path}' is required", param=path, code="missing_required_parameter")
     reason = error["msg"].removeprefix("Value error, ")[:MAX_ERROR_CHARS]

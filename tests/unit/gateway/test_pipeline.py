@@ -1,0 +1,348 @@
+"""A request through the scripted cluster: every way to end, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+
+import pytest
+
+from core import types as t
+from core.clock import MonotonicClock
+from core.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    NoWorker,
+    OutOfBlocks,
+    QueueFull,
+    ServingError,
+    TransferStalled,
+    WorkerLost,
+)
+from core.ids import GatewayId, Incarnation, new_request_id
+from gateway.legs import Peers
+from gateway.pipeline import Pipeline, PipelineLimits
+from gateway.run import Run
+from gateway.stages import StageClock
+from gateway.text import ChoiceText, TextRules
+from gateway.token_streams import TokenStreams
+from tests.support.scripted import Fault, Script, ScriptedCluster
+from tests.support.tiny_tokenizer import EOS_TEXT, ids_of, tiny_tokenizer
+
+TEXT = "hello world"
+STEPS = [[one] for one in ids_of(TEXT)]
+LOST = WorkerLost("scripted", worker_id="decode-0")
+
+
+class Rig:
+    """One gateway's pipeline over a scripted cluster."""
+
+    def __init__(self, script: Script) -> None:
+        self.cluster = ScriptedCluster(script)
+        streams = TokenStreams(self.cluster, GatewayId("g"), Incarnation(7))
+        self.peers = Peers(self.cluster, streams)
+        limits = PipelineLimits(max_attempts=3, capacity_patience_s=0.2)
+        self.ended: list[Run] = []
+        self.pipeline = Pipeline(self.cluster, self.peers, limits, on_end=self.ended.append)
+
+    def run(self, *, rules: TextRules | None = None, deadline_s: float = 20.0) -> Run:
+        request = t.GenerateRequest(
+            request_id=new_request_id(),
+            model="m",
+            prompt_token_ids=(5, 6, 7),
+            sampling=t.SamplingParams(max_tokens=64, seed=3),
+            gateway_id=GatewayId("g"),
+            gateway_incarnation=Incarnation(7),
+            deadline_s=deadline_s,
+        )
+        return Run(request, ChoiceText(tiny_tokenizer(), rules or TextRules()), StageClock(MonotonicClock()))
+
+    async def text(self, run: Run) -> str:
+        async with aclosing(self.pipeline.generate(run)) as deltas:
+            return "".join([delta.text async for delta in deltas])
+
+    @property
+    def num_attempts(self) -> int:
+        return len(self.cluster.places)
+
+
+@asynccontextmanager
+async def rig(script: Script | None = None) -> AsyncIterator[Rig]:
+    """The rig, and law 2 at its end: every placement was ended and no task is left."""
+    before = asyncio.all_tasks()
+    one = Rig(script or Script(steps=STEPS))
+    yield one
+    await one.peers.drain(1.0)
+    placed = {f"{place.request_id}-{place.attempt}" for place in one.cluster.places}
+    refused = {f"{p.request_id}-{p.attempt}" for p in one.cluster.places if one.cluster.fault(p.attempt).on_place}
+    assert {end.placement_id for end in one.cluster.ends} >= placed - refused - one_unplaced(one)
+    await one.peers.close()
+    await one.cluster.close()
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() == before
+
+
+def one_unplaced(one: Rig) -> set[str]:
+    """The last placement, where the run ended while the router was deciding."""
+    return {f"{run.request.request_id}-{run.attempt}" for run in one.ended if run.placement is None}
+
+
+@pytest.mark.parametrize("mode", list(t.Mode))
+@pytest.mark.parametrize("size", [1, 2, 5, 11])
+async def test_the_answer_is_the_same_in_both_modes_and_any_grouping(mode: t.Mode, size: int) -> None:
+    ids = ids_of(TEXT)
+    steps = [ids[at : at + size] for at in range(0, len(ids), size)]
+    async with rig(Script(steps=steps, mode=mode)) as r:
+        run = r.run()
+        assert await r.text(run) == TEXT
+        assert (run.finish_reason, run.outcome, run.accepted) == (t.FinishReason.LENGTH, "length", ids)
+        await r.peers.drain(1.0)
+        assert [end.outcome for end in r.cluster.ends] == ["ok"]
+        assert r.cluster.aborts == []
+
+
+async def test_a_finish_without_tokens_ends_the_answer_once() -> None:
+    async with rig(Script(steps=STEPS, finish_alone=True, finish_reason=t.FinishReason.STOP)) as r:
+        async with aclosing(r.pipeline.generate(r.run())) as deltas:
+            reasons = [delta.finish_reason async for delta in deltas]
+        assert [reason for reason in reasons if reason] == [t.FinishReason.STOP]
+        assert reasons[-1] is t.FinishReason.STOP
+
+
+async def test_token_1_waits_for_d_and_not_for_the_transfer() -> None:
+    async with rig(Script(steps=STEPS, faults={1: Fault(is_queued=True)})) as r:
+        r.cluster.hold("accept")
+        r.cluster.hold("token-0")
+        async with aclosing(r.pipeline.generate(r.run())) as deltas:
+            first = asyncio.ensure_future(anext(deltas))
+            await r.cluster.until("accept")
+            assert not first.done()
+            r.cluster.release("accept")
+            assert (await first).text == "h"  # D's own tokens are still held at the gate
+            r.cluster.release("token-0")
+            assert "".join([delta.text async for delta in deltas]) == TEXT[1:]
+
+
+async def test_a_request_that_ends_at_token_1_ends_without_d() -> None:
+    async with rig(Script(steps=[ids_of("h")])) as r:
+        r.cluster.hold("admit")
+        assert await r.text(r.run()) == "h"
+        await r.peers.drain(1.0)
+        assert ("decode", 1, "finished") in r.cluster.aborts
+
+
+async def test_a_stop_string_ends_both_legs() -> None:
+    async with rig() as r:
+        run = r.run(rules=TextRules(stop=("o w",)))
+        assert await r.text(run) == "hell"
+        await r.peers.drain(1.0)
+        assert run.outcome == "stop"
+        assert {leg for leg, _, _ in r.cluster.aborts} == {"decode", "prefill"}
+
+
+FAULTS = {
+    "prefill lost": Fault(on_prefill=WorkerLost("p", worker_id="prefill-0")),
+    "decode refuses by death": Fault(on_admit=LOST),
+    "internal error at D": Fault(on_admit=InternalError("x", worker_id="decode-0")),
+    "transfer stalls": Fault(fail_at=1, error=TransferStalled("slow")),
+    "D fails at once": Fault(fail_at=0),
+    "D fails in mid-answer": Fault(fail_at=5),
+    "stream breaks at once": Fault(break_stream_at=0),
+    "stream breaks in mid-answer": Fault(break_stream_at=4),
+    "a token is missing": Fault(skip_at=3),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
+@pytest.mark.parametrize("mode", list(t.Mode))
+async def test_a_failed_attempt_is_continued_to_the_same_answer(fault: Fault, mode: t.Mode) -> None:
+    if fault.on_prefill:
+        mode = t.Mode.SPLIT
+    async with rig(Script(steps=STEPS, mode=mode, faults={1: fault}, num_decodes=2)) as r:
+        run = r.run()
+        assert await r.text(run) == TEXT
+        assert (run.attempt, run.num_failed, run.accepted) == (2, 1, ids_of(TEXT))
+        await r.peers.drain(1.0)
+        assert sorted(leg for leg, attempt, _ in r.cluster.aborts if attempt == 1)[0] == "decode"
+        assert sorted((end.attempt, end.outcome == "ok") for end in r.cluster.ends) == [(1, False), (2, True)]
+
+
+async def test_a_retry_carries_accepted_tokens_whose_text_is_held_back() -> None:
+    async with rig(Script(steps=STEPS, faults={1: Fault(fail_at=4)}, num_decodes=2)) as r:
+        run = r.run(rules=TextRules(stop=("ello!",)))
+        assert await r.text(run) == TEXT
+        retry = r.cluster.requests[-1]
+        assert retry.attempt == 2
+        assert retry.choices == (t.ChoiceProgress(choice=0, accepted=tuple(ids_of("hell"))),)
+        assert retry.prompt_token_ids == run.request.prompt_token_ids
+        assert retry.sampling == run.request.sampling
+        assert r.cluster.places[-1].num_prompt_tokens == 3 + 4
+        assert r.cluster.places[-1].max_new_tokens == 64 - 4
+
+
+async def test_the_blamed_worker_or_pair_is_avoided() -> None:
+    faults = {1: Fault(on_admit=LOST), 2: Fault(fail_at=1, error=TransferStalled("slow", worker_id="decode-1"))}
+    async with rig(Script(steps=STEPS, faults=faults, num_decodes=2)) as r:
+        assert await r.text(r.run()) == TEXT
+        assert r.cluster.places[1].excluded_workers == (("decode-0", 1),)
+        assert r.cluster.places[2].excluded_pairs == (("prefill-0", "decode-1"),)
+
+
+async def test_repeated_tokens_are_accepted_once() -> None:
+    async with rig(Script(steps=STEPS, faults={1: Fault(fail_at=6), 2: Fault(repeat_from=2)}, num_decodes=2)) as r:
+        run = r.run()
+        assert await r.text(run) == TEXT
+        assert run.accepted == ids_of(TEXT)
+
+
+async def test_the_attempt_budget_ends_in_the_last_typed_error() -> None:
+    async with rig(Script(steps=STEPS, faults={n: Fault(fail_at=n) for n in range(1, 9)}, num_decodes=9)) as r:
+        with pytest.raises(WorkerLost):
+            await r.text(r.run())
+        assert r.num_attempts == 3
+
+
+async def test_a_refusal_for_room_costs_no_attempt_and_carries_the_age() -> None:
+    faults = {n: Fault(on_admit=OutOfBlocks("full")) for n in range(1, 4)}
+    async with rig(Script(steps=STEPS, faults=faults)) as r:
+        run = r.run()
+        assert await r.text(run) == TEXT
+        assert (run.num_failed, run.num_refused, run.attempt) == (0, 3, 4)
+        ages = [place.age_s for place in r.cluster.places]
+        assert ages == sorted(ages)
+        assert ages[-1] > ages[0]
+        assert r.cluster.places[-1].excluded_workers == ()
+
+
+async def test_refusals_for_room_are_borne_for_a_bounded_time() -> None:
+    faults = {n: Fault(on_admit=QueueFull("full")) for n in range(1, 100)}
+    async with rig(Script(steps=STEPS, faults=faults)) as r:
+        with pytest.raises(QueueFull):
+            await r.text(r.run())
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        (Fault(on_place=NoWorker("none")), NoWorker),
+        (Fault(on_place=QueueFull("router full")), QueueFull),
+        (Fault(on_admit=InvalidRequest("bad")), InvalidRequest),
+        (Fault(on_prefill=InvalidRequest("bad")), InvalidRequest),
+        (Fault(fail_at=2, error=InvalidRequest("bad")), InvalidRequest),
+    ],
+)
+async def test_an_error_that_no_retry_mends_ends_the_request(fault: Fault, error: type[ServingError]) -> None:
+    async with rig(Script(steps=STEPS, faults={1: fault})) as r:
+        run = r.run()
+        with pytest.raises(error):
+            await r.text(run)
+        assert (r.num_attempts, run.outcome) == (1, error.slug)
+
+
+async def test_a_router_that_restarts_is_waited_for() -> None:
+    gone = WorkerLost("router is not reachable", worker_id="router")
+    async with rig() as r:
+        place, calls = r.cluster.place, 0
+
+        async def flaky(request: t.PlaceRequest) -> t.Placement:
+            nonlocal calls
+            calls += 1
+            if calls < 3:
+                raise gone
+            return await place(request)
+
+        r.cluster.place = flaky  # type: ignore[method-assign]
+        run = r.run()
+        assert await r.text(run) == TEXT
+        assert (calls, run.attempt) == (3, 1)
+
+
+STATES = ["place", "outputs", "admit", "prefill", "token-0", "token-5"]
+
+
+@pytest.mark.parametrize("state", STATES[1:])  # the call to the router carries the deadline itself
+async def test_the_deadline_ends_a_request_in_every_state(state: str) -> None:
+    async with rig() as r:
+        r.cluster.hold(state)
+        run = r.run(deadline_s=0.05)
+        with pytest.raises(DeadlineExceeded):
+            await r.text(run)
+        assert run.outcome == "deadline_exceeded"
+
+
+async def cancel_task(rig_: Rig, run: Run, state: str) -> None:
+    task = asyncio.ensure_future(rig_.text(run))
+    await rig_.cluster.until(state)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def close_reader(rig_: Rig, run: Run, state: str) -> None:
+    """The reader stops between two tokens, as when a send fails."""
+    async with aclosing(rig_.pipeline.generate(run)) as deltas:
+        async for _ in deltas:
+            if rig_.cluster.reached.get(state) or state not in ("token-0", "token-5"):
+                break
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("cancel", [cancel_task, close_reader])
+async def test_a_request_may_be_cancelled_in_every_state(
+    state: str, cancel: Callable[[Rig, Run, str], Awaitable[None]]
+) -> None:
+    async with rig() as r:
+        if cancel is cancel_task:
+            r.cluster.hold(state)
+        run = r.run()
+        await cancel(r, run, state)
+        assert (run.outcome, run.finish_reason) == ("cancelled", None)
+        assert [one.outcome for one in r.ended] == ["cancelled"]
+        if run.placement is not None:
+            await r.peers.drain(1.0)
+            assert {leg for leg, _, reason in r.cluster.aborts if reason == "cancelled"} == {"decode", "prefill"}
+
+
+async def test_tokens_of_an_attempt_that_nobody_waits_for_are_dropped_and_aborted_once() -> None:
+    async with rig() as r:
+        assert await r.text(r.run()) == TEXT
+        stray = t.TokenChunk(request_id=new_request_id(), choice=0, attempt=4, first_index=0, token_ids=(1,))
+        queue = r.cluster.streams["decode-0", 1]
+        queue.put_nowait(t.StepOutputs(chunks=(stray,)))
+        queue.put_nowait(t.StepOutputs(chunks=(stray,)))
+        assert await r.text(r.run()) == TEXT
+        assert [(leg, attempt) for leg, attempt, reason in r.cluster.aborts if reason == "unknown"] == [("decode", 4)]
+
+
+async def test_one_stream_serves_all_requests_of_a_worker_and_its_break_fails_them_all() -> None:
+    async with rig(Script(steps=STEPS, num_decodes=2)) as r:
+        r.cluster.hold("token-3")
+        runs = [r.run() for _ in range(5)]
+        answers = [asyncio.ensure_future(r.text(run)) for run in runs]
+        await r.cluster.until("token-3")
+        assert list(r.cluster.streams) == [("decode-0", 1)]
+        r.cluster.streams["decode-0", 1].put_nowait(LOST)
+        r.cluster.release("token-3")
+        assert await asyncio.gather(*answers) == [TEXT] * 5
+        assert {run.num_failed for run in runs} == {1}
+
+
+@pytest.mark.parametrize("fault", [Fault(), Fault(fail_at=4), Fault(on_prefill=WorkerLost("p"))])
+async def test_stages_partition_the_time_of_a_request(fault: Fault) -> None:
+    async with rig(Script(steps=STEPS, faults={1: fault}, num_decodes=2)) as r:
+        run = r.run()
+        await r.text(run)
+        record = run.record()
+        assert sum(seconds for _, seconds in record.stages) == pytest.approx(record.duration_s, abs=1e-6)
+        assert all(seconds >= 0 for _, seconds in record.stages)
+        assert record.ttft_s <= record.duration_s
+        assert record.num_completion_tokens == len(TEXT)
+
+
+async def test_a_stop_given_as_a_special_tokens_text_is_a_stop_id_and_shows_its_reason() -> None:
+    eos = tiny_tokenizer().added_id(EOS_TEXT)
+    script = Script(steps=[*STEPS, [eos or 0]], finish_reason=t.FinishReason.STOP, stop_token_id=eos)
+    async with rig(script) as r:
+        assert await r.text(r.run(rules=TextRules(stop=(EOS_TEXT,)))) == TEXT
