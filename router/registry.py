@@ -8,7 +8,7 @@
     suspect  --- heartbeat on a live stream, or re-join ---> what the worker says
     suspect  --- silent or apart for lost_after_s ---------> lost
     lost     --- heartbeat or re-join ---------------------> what the worker says (it was only slow)
-    lost     --- retention_s ------------------------------> forgotten
+    lost     --- retention_s (none if it was draining) ----> forgotten
     any      --- join of a new incarnation of the id, or of another worker at its address --> superseded: stale for ever
 
 The judgement is a function of the clock, so a snapshot is never older than the moment it is taken; ``sweep`` only
@@ -92,6 +92,9 @@ class _Member:
 
     def silent_since(self) -> float:
         return self.heard_at if self.parted_at is None else self.parted_at
+
+    def is_draining(self) -> bool:
+        return self.is_drain_asked or self.load.state is WorkerState.DRAINING
 
 
 class Registry:
@@ -204,7 +207,9 @@ class Registry:
         """Forget workers lost for long, and report every change of state since the last sweep."""
         now = self._clock.now()
         for worker_id, member in list(self._members.items()):
-            if now - member.silent_since() >= self._times.lost_after_s + self._times.retention_s:
+            # Whoever drained first has left as it should: nobody needs to see it.
+            retention_s = 0.0 if member.is_draining() else self._times.retention_s
+            if now - member.silent_since() >= self._times.lost_after_s + retention_s:
                 del self._members[worker_id]
         seen = {
             worker_id: (member.registration.incarnation, self._judge(member))

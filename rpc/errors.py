@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 METADATA_KEY = "baton-error-bin"
 """Trailing metadata: JSON bytes with slug, message, param, code, worker_id."""
+_FAILED_WRITE = "Internal error from Core"
 
 
 def to_metadata(error: ServingError) -> tuple[tuple[str, bytes], ...]:
@@ -40,7 +41,7 @@ def to_metadata(error: ServingError) -> tuple[tuple[str, bytes], ...]:
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError, *, worker_id: str | None = None) -> ServingError:
-    """The typed error behind a failed call. ``worker_id`` is the peer's, for errors that only the transport reported."""
+    """The typed error behind a failed call. ``worker_id`` is the peer's, for what only the transport reported."""
     for key, value in error.trailing_metadata() or ():
         if key == METADATA_KEY:
             content = json.loads(value)
@@ -55,13 +56,15 @@ def from_rpc_error(error: grpc.aio.AioRpcError, *, worker_id: str | None = None)
     name = worker_id or "peer"
     if status == grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded(f"{name} did not answer in time", worker_id=worker_id)
-    if status == grpc.StatusCode.CANCELLED or status == grpc.StatusCode.UNAVAILABLE:
+    # grpc says "internal" of a write that met the end of its call before the call's own status was known.
+    is_failed_write = status == grpc.StatusCode.INTERNAL and error.details() == _FAILED_WRITE
+    if status in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE) or is_failed_write:
         return WorkerLost(f"{name} is not reachable ({status.name.lower()})", worker_id=worker_id)
     return InternalError(f"{name} failed the call ({status.name.lower()}: {error.details()})", worker_id=worker_id)
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns whatever a handler raises into a status with the slug; unknown exceptions become InternalError and are logged."""
+    """Turns what a handler raises into a status with the slug; unknown exceptions become InternalError, logged."""
 
     async def intercept_service(
         self,

@@ -46,14 +46,18 @@ class Worker:
         self.state = WorkerState.READY
         self.commands: asyncio.Queue[WorkerCommand] = asyncio.Queue()
         self.error: ServingError | None = None
+        self.num_joins = 0
         self.task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
-        try:
-            async for command in self._client.join(self._messages()):
-                self.commands.put_nowait(command)
-        except ServingError as error:
-            self.error = error
+        """Once, or again when a heartbeat crossed the refusal on the wire and hid it: it comes anew."""
+        while self.error is None or ("internal" in self.error.message and self.num_joins < 10):
+            self.num_joins += 1
+            try:
+                async for command in self._client.join(self._messages()):
+                    self.commands.put_nowait(command)
+            except ServingError as error:
+                self.error = error
 
     async def _messages(self) -> AsyncIterator[WorkerRegistration | WorkerLoad]:
         yield self._registration

@@ -1,13 +1,15 @@
 """Membership under a manual clock: who is alive, who is stale, what a model is."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from core.clock import ManualClock
 from core.config import RouterConfig
 from core.errors import InvalidRequest, StaleIncarnation
 from core.ids import WorkerId
 from core.types import WorkerState
-from router.registry import LivenessTimes, Registry
+from router.registry import LivenessTimes, Membership, Registry
 from tests.unit.router.builders import make_load, make_registration
 
 TIMES = LivenessTimes(suspect_after_s=1.5, lost_after_s=3.0, retention_s=30.0)
@@ -142,6 +144,16 @@ def test_a_drain_holds_for_the_incarnation_even_over_a_rejoin(registry: Registry
     assert state_of(registry) is WorkerState.READY
 
 
+def test_a_drained_worker_that_left_is_forgotten_without_delay(registry: Registry, clock: ManualClock) -> None:
+    membership = registry.join(make_registration())
+    registry.heartbeat(membership, make_load(WorkerState.DRAINING))
+    registry.part(membership)
+    assert state_of(registry) is WorkerState.SUSPECT
+    clock.advance(3.0)
+    registry.sweep()
+    assert state_of(registry) is None
+
+
 def test_draining_an_unknown_or_lost_worker_is_refused_with_the_known_ones(
     registry: Registry, clock: ManualClock
 ) -> None:
@@ -202,3 +214,50 @@ def test_suspicion_comes_before_death_but_not_for_two_missed_beats() -> None:
     assert (default.suspect_after_s, default.lost_after_s) == (1.5, 3.0)
     tight = LivenessTimes.of(RouterConfig(heartbeat_s=1.0, heartbeat_timeout_s=3.0))
     assert (tight.suspect_after_s, tight.lost_after_s) == (2.5, 3.0)
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("join"), st.sampled_from(["a", "b"]), st.integers(1, 3)),
+            st.tuples(st.just("beat"), st.integers(0, 9), st.sampled_from(list(WorkerState)[:3])),
+            st.tuples(st.just("part"), st.integers(0, 9), st.none()),
+            st.tuples(st.just("wait"), st.sampled_from([0.1, 1.5, 3.0, 40.0]), st.none()),
+        ),
+        max_size=30,
+    )
+)
+def test_whatever_happens_a_replaced_incarnation_never_returns(events: list[tuple[str, object, object]]) -> None:
+    clock = ManualClock()
+    registry = Registry(clock, TIMES)
+    memberships: list[Membership] = []
+    replaced: set[tuple[str, int]] = set()
+    current: dict[str, int] = {}
+    for kind, first, second in events:
+        if kind == "wait":
+            clock.advance(first)  # type: ignore[arg-type]
+            registry.sweep()
+            current = {name: number for name, number in current.items() if state_of(registry, name) is not None}
+        elif kind == "join":
+            registration = make_registration(first, second)  # type: ignore[arg-type]
+            if (first, second) in replaced:
+                with pytest.raises(StaleIncarnation):
+                    registry.join(registration)
+                continue
+            memberships.append(registry.join(registration))
+            if current.get(first, second) != second:  # type: ignore[call-overload]
+                replaced.add((first, current[first]))  # type: ignore[index, arg-type]
+            current[first] = second  # type: ignore[index, assignment]
+        elif memberships:
+            membership = memberships[first % len(memberships)]  # type: ignore[operator]
+            key = (membership.worker_id, membership.incarnation)
+            if kind == "part":
+                registry.part(membership)
+            elif key in replaced:
+                with pytest.raises(StaleIncarnation):
+                    registry.heartbeat(membership, make_load(second))  # type: ignore[arg-type]
+            else:
+                registry.heartbeat(membership, make_load(second))  # type: ignore[arg-type]
+        here = {(str(w.registration.worker_id), int(w.registration.incarnation)) for w in registry.workers()}
+        assert here == set(current.items())
+        assert not here & replaced
