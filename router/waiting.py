@@ -26,8 +26,8 @@ from core.errors import ContextTooLong, NoWorker, QueueFull, ServingError
 from core.types import Placement, PlaceRequest
 from router.policy import Lack, Reason, Shortfall
 
-REPLY_MARGIN_S = 0.1
-"""The refusal must reach the gateway before the request's deadline does."""
+REPLY_MARGIN_S = 0.25
+"""The refusal must reach the gateway before the request's deadline does: a sweep and the way back."""
 
 
 @dataclass(slots=True, eq=False)

@@ -145,8 +145,9 @@ async def test_with_nobody_back_in_time_the_error_is_typed_and_names_the_role(sc
 
 async def test_the_refusal_beats_the_requests_deadline_over_the_wire(scene: Scene) -> None:
     router = scene.client(await scene.serve(make_config()))
+    await router.status()  # connected: what is timed is the refusal
     with pytest.raises(NoWorker):
-        await router.place(make_request(deadline_s=0.6))
+        await router.place(make_request(deadline_s=1.0))
 
 
 async def test_the_older_incarnation_is_refused_on_its_stream_and_at_its_return(scene: Scene) -> None:

@@ -108,7 +108,7 @@ async def test_the_wait_ends_with_what_is_missing_as_last_known(scene: Scene) ->
 
 async def test_the_refusal_comes_before_the_requests_own_deadline(scene: Scene) -> None:
     task = await scene.enter(make_request(deadline_s=2.0))
-    scene.clock.advance(1.9)
+    scene.clock.advance(1.75)
     scene.room.tick()
     with pytest.raises(NoWorker):
         await task
