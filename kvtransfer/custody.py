@@ -64,8 +64,8 @@ class Custody:
         with self._lock:
             if transfer_id in self._blocks:
                 raise ValueError(f"transfer {transfer_id} has custody already")
+            self._pool.take_custody(blocks)
             self._blocks[transfer_id] = tuple(blocks)
-        self._pool.take_custody(blocks)
 
     def quarantine(self, transfer_id: int, now: float) -> None:
         """The request is over, the operations are not."""

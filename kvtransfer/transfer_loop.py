@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from core.clock import Clock
-from core.errors import LayoutMismatch, PeerLost, ServingError
+from core.errors import BackendFailed, LayoutMismatch, PeerLost, ServingError
 from core.handoff import HandoffOutcome, LeaseRef, PeerInfo
 from core.ids import Incarnation, WorkerId
 from core.kv import KVGeometry
@@ -103,23 +103,31 @@ class TransferLoop:
 
     def connect(self, peer: PeerInfo, future: Future[Link]) -> None:
         """Resolve ``future`` with the usable link to this incarnation, after one of its slots was read over it."""
-        try:
-            link = self._peers.find(peer)
-            if link is not None:
-                future.set_result(link)
-                return
-            key = (peer.worker_id, peer.incarnation)
-            if key in self._connecting:
-                self._connecting[key].append(future)
-                return
-            self._make_way(peer)
-            link = self._backend.connect(peer)
-        except ServingError as error:
-            self._connects_failed += 1
-            future.set_exception(error)
+        key = (peer.worker_id, peer.incarnation)
+        if key in self._connecting:
+            self._connecting[key].append(future)
             return
         self._connecting[key] = [future]
-        self._waiting.append(Work(self._session(_NO_PLAN, None, self._handshake_s), link, _NO_PLAN, 0, None))
+        try:
+            link = self._peers.find(peer)
+            if link is None:
+                self._make_way(peer)
+                probe = self._session(_NO_PLAN, None, self._handshake_s)
+                self._waiting.append(Work(probe, self._backend.connect(peer), _NO_PLAN, 0, None))
+                return
+        except ServingError as error:
+            self._connects_failed += 1
+            self._resolve(key, error)
+        else:
+            self._resolve(key, link)
+
+    def _resolve(self, key: tuple[WorkerId, Incarnation], outcome: Link | ServingError) -> None:
+        """End a connect."""
+        for future in self._connecting.pop(key):
+            if isinstance(outcome, Link):
+                future.set_result(outcome)
+            else:
+                future.set_exception(outcome)
 
     def _make_way(self, peer: PeerInfo) -> None:
         """Before a new link: the worker's older incarnation is gone, and a dead link to this one is taken down."""
@@ -158,7 +166,8 @@ class TransferLoop:
 
     def abort_all(self, detail: str) -> None:
         for work in [*self._active, *self._waiting]:
-            self._handle(work, Abort(detail=detail))
+            outcome = HandoffOutcome.BACKEND_FAILED if work.transfer is None else HandoffOutcome.ABORTED
+            self._handle(work, Abort(outcome, detail))
 
     def shut_down(self) -> bool:
         """Destroy the backend; afterwards everything is quiet. True if it was before. Idempotent."""
@@ -167,6 +176,8 @@ class TransferLoop:
             self._handle(work, BackendClosed())
         self._active.clear()
         self._waiting.clear()
+        for key in list(self._connecting):
+            self._resolve(key, BackendFailed("the transfer backend was closed"))
         return clean
 
     # -- the turn -----------------------------------------------------------------------------------------------------
@@ -294,20 +305,17 @@ class TransferLoop:
             return
         session, peer = work.session, work.link.peer
         outcome = session.outcome
-        futures = self._connecting.pop((peer.worker_id, peer.incarnation))
-        self._peers.add(work.link)
+        key = (peer.worker_id, peer.incarnation)
         if outcome is HandoffOutcome.OK:
             self._connects += 1
-            for future in futures:
-                future.set_result(work.link)
+            self._peers.add(work.link)
+            self._resolve(key, work.link)
             return
         self._connects_failed += 1
         self._peers.discard(work.link)
         if outcome is None or outcome is HandoffOutcome.ABORTED:
             outcome = HandoffOutcome.STALLED
-        error = error_of(outcome, f"no link to {peer.worker_id}: {session.detail}")
-        for future in futures:
-            future.set_exception(error)
+        self._resolve(key, error_of(outcome, f"no link to {peer.worker_id}: {session.detail}"))
 
     def _result(self, transfer_id: int, work: Work, now: float) -> FetchResult:
         session = work.session

@@ -80,7 +80,9 @@ class TransferThread:
         Idempotent. An undrained backend is destroyed all the same: the last resort, which over TCP can abort a peer.
         """
         self._submit(partial(self._begin_stop, drain_s))
-        if self._thread.is_alive():
+        if self._thread.ident is None:
+            self._end()
+        elif self._thread.is_alive():
             self._thread.join(drain_s + _JOIN_MARGIN_S)
         return self._closed_clean and not self._thread.is_alive()
 

@@ -83,7 +83,7 @@ def test_the_number_of_blocks_may_differ() -> None:
 )
 def test_unequal_geometries_are_refused_by_the_name_of_the_factor(factor: str, value: int) -> None:
     with pytest.raises(LayoutMismatch, match=rf"{factor}: {getattr(GEOMETRY, factor)} != {value}"):
-        check_geometry(GEOMETRY, replace(GEOMETRY, **{factor: value}))
+        check_geometry(GEOMETRY, replace(GEOMETRY, **{factor: value}))  # type: ignore[arg-type]
 
 
 def test_unequal_formats_are_refused_by_the_names_of_all_factors() -> None:

@@ -1,10 +1,12 @@
 import asyncio
 import threading
+from dataclasses import replace
 
 import pytest
 
 from core.errors import BackendFailed, ConfigError
 from core.handoff import HandoffOutcome
+from core.ids import new_incarnation
 from kvtransfer.backends import create_backend
 from kvtransfer.backends.inproc import Fabric, Fault
 from kvtransfer.fetch import FetchRequest, FetchResult
@@ -96,6 +98,15 @@ def test_a_stop_that_drains_is_clean_and_everything_after_it_is_refused() -> Non
     assert running.d.pool.pinned == set()
 
 
+def test_a_thread_that_was_never_started_is_stopped_too() -> None:
+    side = Side(Fabric().backend(), "D")
+    thread = side.thread()
+    transfer = thread.connect(side.peer)
+    assert thread.stop(1.0) and not thread.is_alive
+    with pytest.raises(BackendFailed):
+        transfer.result(0)
+
+
 def test_a_stop_that_cannot_drain_ends_in_time_and_says_so() -> None:
     running = Running()
     posted = threading.Event()
@@ -125,6 +136,15 @@ def test_a_thread_that_dies_of_a_bug_leaves_nobody_waiting() -> None:
     assert transfer.result.result(5).outcome is HandoffOutcome.BACKEND_FAILED
     transfer.quiet.result(5)
     assert running.thread.stop(1.0) is False and not running.thread.is_alive
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_connect_that_meets_a_bug_ends_too() -> None:
+    running = Running()
+    peer = replace(running.p.peer, incarnation=new_incarnation(), link=None)  # type: ignore[arg-type]
+    with pytest.raises(BackendFailed):
+        running.thread.connect(peer).result(5)
+    assert running.thread.stop(1.0) and not running.thread.is_alive
 
 
 def test_an_idle_thread_does_not_wake_up() -> None:
