@@ -119,16 +119,19 @@ class StepResult:
 
 
 class Engine:
-    """Built in seconds from model files; raises :class:`ConfigError` with the remedy."""
+    """Built in seconds from model files; raises :class:`ConfigError` with the remedy.
 
-    def __init__(self, files: ModelFiles, config: EngineConfig) -> None:
-        model = files.config
+    Engines of one process may share the weights: pass the ``model`` of another engine on the same files.
+    """
+
+    def __init__(self, files: ModelFiles, config: EngineConfig, *, model: Decoder | None = None) -> None:
+        shapes = files.config
         dtype = _dtype("dtype", config.dtype)
         kv_dtype = _dtype("kv.dtype", config.kv_dtype)
-        max_context = model.max_context if config.max_context == "auto" else config.max_context
-        if max_context > model.max_context:
+        max_context = shapes.max_context if config.max_context == "auto" else config.max_context
+        if max_context > shapes.max_context:
             raise ConfigError(
-                f"models[].max_context is {max_context}, {files.path} was made for {model.max_context}: lower it"
+                f"models[].max_context is {max_context}, {files.path} was made for {shapes.max_context}: lower it"
             )
         if config.max_sequences > config.max_step_tokens:
             raise ConfigError(
@@ -137,9 +140,9 @@ class Engine:
             )
         shape = KVShape(
             block_size=config.block_size,
-            num_layers=model.num_layers,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
+            num_layers=shapes.num_layers,
+            num_kv_heads=shapes.num_kv_heads,
+            head_dim=shapes.head_dim,
             dtype=kv_dtype,
         )
         num_blocks = config.num_blocks
@@ -154,20 +157,20 @@ class Engine:
             compute_dtype=dtype,
             kv_dtype=kv_dtype,
             quantisation="none",
-            num_layers=model.num_layers,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
+            num_layers=shapes.num_layers,
+            num_kv_heads=shapes.num_kv_heads,
+            head_dim=shapes.head_dim,
         )
         self.limits = EngineLimits(
             num_blocks=num_blocks,
             block_size=config.block_size,
             block_bytes=shape.block_bytes,
             max_context=max_context,
-            vocab_size=model.vocab_size,
+            vocab_size=shapes.vocab_size,
             max_sequences=config.max_sequences,
             max_step_tokens=config.max_step_tokens,
         )
-        self.model = Decoder(files, max_context=max_context)
+        self.model = Decoder(files, max_context=max_context) if model is None else model
         self.cache = KVCache(shape, num_blocks)
         self.pool = BlockPool(num_blocks)
         self._totals = EngineCounters()
