@@ -19,6 +19,7 @@ from modelfiles import ChatMessage, TemplateError
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, as in vLLM: dividing by them only makes infinities."""
 MAX_TEMPLATE_DEPTH = 32
+MAX_LOGIT_BIAS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,6 +265,12 @@ def _sampling(body: GenerationBody, model: ServedModel, max_tokens: int, stop_id
         top_p=_first(body.top_p, defaults.top_p, 1.0),
         top_k=min(max(int(_first(body.top_k, defaults.top_k, 0)), 0), model.vocab_size),
         min_p=_first(body.min_p, defaults.min_p, 0.0),
+        repetition_penalty=_first(body.repetition_penalty, defaults.repetition_penalty, 1.0),
+        frequency_penalty=body.frequency_penalty,
+        presence_penalty=body.presence_penalty,
+        logit_bias=_logit_bias(body, model),
+        allowed_token_ids=check_token_ids(body.allowed_token_ids or (), model, "allowed_token_ids"),
+        bad_words=_bad_words(body.bad_words, model),
         seed=seed & INT64,
         max_tokens=max_tokens,
         min_tokens=body.min_tokens,
@@ -271,6 +278,25 @@ def _sampling(body: GenerationBody, model: ServedModel, max_tokens: int, stop_id
         eos_token_ids=model.eos_token_ids,
         stop_token_ids=stop_ids,
     )
+
+
+def _logit_bias(body: GenerationBody, model: ServedModel) -> tuple[tuple[int, float], ...]:
+    """Keys are token ids in decimal digits; values outside -100 to 100 are refused, not clamped."""
+    keys = list(body.logit_bias)
+    if len(keys) > MAX_LOGIT_BIAS:
+        raise InvalidRequest(
+            f"'logit_bias' may hold at most {MAX_LOGIT_BIAS} entries", param="logit_bias", code="invalid_value"
+        )
+    numbers = [int(key) if key.isascii() and key.isdigit() and len(key) < 20 else -1 for key in keys]
+    token_ids = check_token_ids(numbers, model, "logit_bias")
+    return tuple(zip(token_ids, body.logit_bias.values(), strict=True))
+
+
+def _bad_words(words: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
+    """Each word as it stands and as it follows a space: those are different tokens."""
+    spellings = (spelling for word in words for spelling in (word, f" {word.lstrip()}"))
+    encoded = (tuple(model.tokenizer.encode(one, parse_special=False)) for one in spellings)
+    return tuple(dict.fromkeys(one for one in encoded if one))
 
 
 def _first(*values: float | None) -> float:

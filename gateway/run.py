@@ -32,7 +32,7 @@ class Run:
         self.num_failed = 0
         self.num_refused = 0
         self.excluded_workers: list[tuple[WorkerId, Incarnation]] = []
-        self.excluded_pairs: list[tuple[WorkerId, WorkerId]] = []
+        self.excluded_pairs: list[tuple[WorkerId, Incarnation, WorkerId, Incarnation]] = []
         self.placement: t.Placement | None = None
         """Of the current attempt; None while the router decides."""
         self.last_placement: t.Placement | None = None
@@ -140,7 +140,8 @@ class Run:
         self.num_cached_tokens = reply.num_cached_tokens
         if not self._has_decode_chunk:
             self.stages.mark("first")
-            self.stages.divide("first", (("queue", reply.stages.prefill_queue_s), ("prefill", reply.stages.prefill_s)))
+        # D's first chunk may overtake this reply; the wait it ended was still P's work.
+        self.stages.divide("first", (("queue", reply.stages.prefill_queue_s), ("prefill", reply.stages.prefill_s)))
 
     def _mark_decode_chunk(self, chunk: t.TokenChunk) -> None:
         if self._has_decode_chunk:

@@ -16,24 +16,19 @@ from core.errors import InvalidRequest
 INT64 = 2**63 - 1
 MAX_MESSAGES = 4096
 MAX_STOP_CHARS = 1000
+MAX_BAD_WORDS = 128
 MAX_ERROR_CHARS = 500
 
 _GENERATION_NOT_BUILT: Mapping[str, tuple[object, ...]] = {
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
-    "frequency_penalty": (0,),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "logprob_token_ids": ([],),
-    "presence_penalty": (0,),
     "priority": (0,),
     "prompt_logprobs": (),
     "repetition_detection": (),
-    "repetition_penalty": (1,),
     "return_tokens_as_token_ids": (False,),
     "stream_interval": (1,),
     "structured_outputs": (),
@@ -109,6 +104,14 @@ class GenerationBody(Body):
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, le=INT64)
     min_p: float | None = Field(default=None, ge=0, le=1)
+    frequency_penalty: float = Field(default=0, ge=-2, le=2)
+    presence_penalty: float = Field(default=0, ge=-2, le=2)
+    repetition_penalty: float | None = Field(default=None, gt=0)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
+    allowed_token_ids: Annotated[list[int], Field(min_length=1)] | None = None
+    bad_words: list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]] = Field(
+        default_factory=list, max_length=MAX_BAD_WORDS
+    )
     n: int = Field(default=1, ge=1, le=128)
     seed: int | None = Field(default=None, ge=-INT64 - 1, le=INT64)
     stop: Annotated[

@@ -187,7 +187,7 @@ async def test_the_blamed_worker_or_pair_is_avoided() -> None:
     async with rig(Script(steps=STEPS, faults=faults, num_decodes=2)) as r:
         assert await r.text(r.run()) == TEXT
         assert r.cluster.places[1].excluded_workers == (("decode-0", 1),)
-        assert r.cluster.places[2].excluded_pairs == (("prefill-0", "decode-1"),)
+        assert r.cluster.places[2].excluded_pairs == (("prefill-0", 9, "decode-1", 2),)
 
 
 async def test_repeated_tokens_are_accepted_once() -> None:

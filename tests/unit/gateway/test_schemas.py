@@ -80,10 +80,6 @@ def test_a_wrong_value_is_refused_by_its_name(member: str, values: list[object])
         ("tools", [{"type": "function"}], []),
         ("tool_choice", "required", "auto"),
         ("response_format", {"type": "json_object"}, {"type": "text"}),
-        ("logit_bias", {"5": 1}, {}),
-        ("frequency_penalty", 0.5, 0),
-        ("presence_penalty", -0.5, 0.0),
-        ("repetition_penalty", 1.1, 1),
         ("structured_outputs", {"choice": ["a"]}, None),
         ("guided_json", {}, None),
         ("prompt_logprobs", 1, None),
@@ -140,6 +136,17 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("chat", {"stop_token_ids": [100000]}, "stop_token_ids"),
     ("chat", {"stop_token_ids": [-1]}, "stop_token_ids"),
     ("chat", {"max_tokens": 5, "min_tokens": 6}, "min_tokens"),
+    *(
+        ("chat", {"logit_bias": bias}, "logit_bias")
+        for bias in ({"49152": 5}, {"-1": 5}, {"9" * 30: 1}, {"abc": 1}, {"1.5": 1}, {" 5": 1}, {"5": 101}, {"5": -101})
+    ),
+    ("chat", {"logit_bias": {"5": "x"}}, "logit_bias"),
+    ("chat", {"logit_bias": {"5": True}}, "logit_bias"),
+    ("chat", {"allowed_token_ids": []}, "allowed_token_ids"),
+    ("chat", {"allowed_token_ids": [100000]}, "allowed_token_ids"),
+    ("chat", {"bad_words": [""]}, "bad_words"),
+    ("chat", {"repetition_penalty": 0}, "repetition_penalty"),
+    ("chat", {"frequency_penalty": 2.5}, "frequency_penalty"),
     ("chat", {"max_tokens": 100000}, "max_tokens"),
     ("chat", {"max_completion_tokens": 100000}, "max_completion_tokens"),
     ("text", {"prompt": ""}, "prompt"),
@@ -203,3 +210,37 @@ async def test_developer_is_system_and_user_text_forges_no_turn(open_site: OpenS
             got = await ids([{"role": "user", "content": content}])
             harmless = await ids([brief])
             assert [got.count(one) for one in (0, 1)] == [harmless.count(one) for one in (0, 1)], content
+
+
+async def test_sampling_options_reach_the_workers_as_given(open_site: OpenSite) -> None:
+    options = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "frequency_penalty": 0.5,
+        "presence_penalty": -1,
+        "repetition_penalty": 1.25,
+        "logit_bias": {"5": -100, "6": 2.5},
+        "allowed_token_ids": [5, 6],
+        "min_tokens": 2,
+        "max_tokens": 9,
+    }
+    async with open_site() as site:
+        reply = await site.client.post(
+            "/v1/completions", {"model": "m", "prompt": "hi", "bad_words": ["hello"], **options}
+        )
+        assert reply.status == 200
+        sampling = site.cluster.requests[0].sampling
+    assert sampling.logit_bias == ((5, -100.0), (6, 2.5))
+    assert sampling.allowed_token_ids == (5, 6)
+    assert len(sampling.bad_words) == 2
+    plain = {name: value for name, value in options.items() if name not in ("logit_bias", "allowed_token_ids")}
+    assert {name: getattr(sampling, name) for name in plain} == plain
+
+
+@pytest.mark.parametrize(("given", "used"), [(0, 0.0), (1e-6, 0.0), (0.01, 0.01), (None, 1.0)])
+async def test_a_tiny_temperature_is_greedy(open_site: OpenSite, given: float | None, used: float) -> None:
+    async with open_site() as site:
+        await site.client.post("/v1/completions", {"model": "m", "prompt": "hi", "temperature": given})
+        assert site.cluster.requests[0].sampling.temperature == used
