@@ -317,6 +317,7 @@ def _read_value(text: str, *, source: str) -> Any:
 
 def _assign(data: dict[str, Any], keys: Sequence[str], value: Any, *, source: str) -> None:
     """Set ``data[k1][k2]...``. A list that is not there yet grows by one item at a time."""
+    _keep_default_pools(data, keys)
     here: Any = data
     for position, key in enumerate(keys):
         is_last = position == len(keys) - 1
@@ -336,6 +337,17 @@ def _assign(data: dict[str, Any], keys: Sequence[str], value: Any, *, source: st
             here[index] = value
         else:
             here = here[index]
+
+
+def _keep_default_pools(data: dict[str, Any], keys: Sequence[str]) -> None:
+    """A setting of one default pool (``models.0.pools.decode.replicas``) does not remove the other one."""
+    match keys:
+        case ["models", number, "pools", (Role.PREFILL | Role.DECODE), _, *_] if number.isdigit():
+            models = data.setdefault("models", [{}])
+            if isinstance(models, list) and int(number) < len(models) and isinstance(models[int(number)], dict):
+                models[int(number)].setdefault("pools", {Role.PREFILL.value: {}, Role.DECODE.value: {}})
+        case _:
+            pass
 
 
 def _suggest(location: Sequence[str | int]) -> str:

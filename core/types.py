@@ -237,7 +237,8 @@ class PlaceRequest:
     tenant: str = ""
     excluded_workers: tuple[tuple[WorkerId, Incarnation], ...] = ()
     """Blamed incarnations: a restarted worker is a new one and is not excluded."""
-    excluded_pairs: tuple[tuple[WorkerId, WorkerId], ...] = ()
+    excluded_pairs: tuple[tuple[WorkerId, Incarnation, WorkerId, Incarnation], ...] = ()
+    """(prefill, its incarnation, decode, its incarnation) of failed hand-offs."""
     traceparent: str = ""
 
 
@@ -413,6 +414,8 @@ class WorkerLoad:
 
 
 class CommandKind(StrEnum):
+    JOINED = "joined"
+    """The first command: the registration was taken."""
     DRAIN = "drain"
     REREGISTER = "reregister"
     """The router does not know this worker (any more): send the registration again."""

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 from core.errors import (
@@ -143,7 +143,7 @@ class DecodeRole:
 
     async def outputs(
         self, gateway_id: GatewayId, gateway_incarnation: Incarnation, worker_incarnation: Incarnation
-    ) -> AsyncIterator[StepOutputs]:
+    ) -> AsyncGenerator[StepOutputs, None]:
         context = self._context
         if worker_incarnation != context.incarnation:
             raise StaleIncarnation(f"{context.worker_id} was restarted", worker_id=context.worker_id)

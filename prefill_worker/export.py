@@ -12,7 +12,7 @@ epoch first and gives the blocks back afterwards. Everything runs on the event l
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 
 from core.errors import LayoutMismatch, LeaseExpired, ServingError, StaleLease
@@ -167,7 +167,7 @@ class Exports:
 
     # -- the control stream -------------------------------------------------------------------------------------------
 
-    async def connect(self, messages: AsyncIterator[ToHolder]) -> AsyncIterator[ToReader]:
+    async def connect(self, messages: AsyncIterator[ToHolder]) -> AsyncGenerator[ToReader, None]:
         """Serve one reader until its stream ends."""
         hello = await anext(messages, None)
         if not isinstance(hello, Hello):

@@ -12,7 +12,7 @@ ROOM is first come, first served. The call ends when the first token is known; H
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, replace
 
 from core.errors import Cancelled, ContextTooLong, DeadlineExceeded, InternalError, OutOfBlocks, QueueFull, ServingError
@@ -55,7 +55,7 @@ class PrefillRole:
 
     def __init__(self, context: WorkerContext, leases: LeaseTable, me: PeerInfo) -> None:
         self._context = context
-        self._exports = Exports(context, leases, me)
+        self.exports = Exports(context, leases, me)
         self._leases = leases
         self._attempts: dict[tuple[RequestId, int], _Attempt] = {}
         self._tombstones = Tombstones(context.clock, 2 * context.config.transfer.lease_s)
@@ -70,7 +70,7 @@ class PrefillRole:
         server.add_handoff(self)
 
     async def start(self) -> None:
-        self._reaper = asyncio.create_task(self._exports.reap(), name="lease-reaper")
+        self._reaper = asyncio.create_task(self.exports.reap(), name="lease-reaper")
 
     def on_step(self, result: StepResult, started_at: float, ended_at: float) -> None:
         for output in result.outputs:
@@ -78,7 +78,7 @@ class PrefillRole:
             attempt = self._attempts.get((key.request_id, key.attempt))
             if attempt is not None and not attempt.first.done():
                 attempt.first.set_result(output)
-        self._exports.room_freed.set()
+        self.exports.room_freed.set()
 
     def fill_load(self, load: WorkerLoad) -> WorkerLoad:
         stats = self._leases.stats()
@@ -89,21 +89,21 @@ class PrefillRole:
             queued_prompt_tokens=sum(attempt.num_tokens for attempt in computing),
             num_leases=stats.num_live,
             held_bytes=stats.held_bytes,
-            kv_bytes_sent=((self._context.config.transfer.backend, self._exports.sent_bytes),),
+            kv_bytes_sent=((self._context.config.transfer.backend, self.exports.sent_bytes),),
         )
 
     def is_idle(self) -> bool:
-        return not self._attempts and self._exports.is_idle()
+        return not self._attempts and self.exports.is_idle()
 
     async def stop(self) -> None:
         for key in list(self._attempts):
             await self._abort(key, "the prefill worker is stopping")
-        self._exports.close()
+        self.exports.close()
         if self._reaper is not None:
             self._reaper.cancel()
 
-    def connect(self, messages: AsyncIterator[ToHolder]) -> AsyncIterator[ToReader]:
-        return self._exports.connect(messages)
+    def connect(self, messages: AsyncIterator[ToHolder]) -> AsyncGenerator[ToReader, None]:
+        return self.exports.connect(messages)
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class PrefillRole:
         found = False
         for key in wanted:
             found |= await self._abort(key, request.reason)
-        found |= self._exports.end_request(request.request_id, request.attempt, Cancelled(request.reason))
+        found |= self.exports.end_request(request.request_id, request.attempt, Cancelled(request.reason))
         return AbortReply(found=found)
 
     # -- one attempt --------------------------------------------------------------------------------------------------
@@ -170,17 +170,17 @@ class PrefillRole:
                 raise output.error
             first = _first_token(output)
             if first.finish_reason is not None:
-                self._exports.end(handoff_id, Cancelled("the request ended at its first token"))
+                self.exports.end(handoff_id, Cancelled("the request ended at its first token"))
             else:
                 blocks = await context.steps.call(lambda engine: _lease_blocks(engine, sequence_key))
                 is_over = True
                 attempt.is_held = True
-                await asyncio.shield(self._exports.seal(handoff_id, blocks, (first,)))
+                await asyncio.shield(self.exports.seal(handoff_id, blocks, (first,)))
             is_over = True
         finally:
             if not is_over:
                 await asyncio.shield(self._discard(sequence))
-                self._exports.end(handoff_id, Cancelled("the prefill ended without a first token"))
+                self.exports.end(handoff_id, Cancelled("the prefill ended without a first token"))
         started_at = sequence.first_step_at or added_at
         return PrefillReply(
             first_tokens=(first,),
@@ -201,7 +201,7 @@ class PrefillRole:
         try:
             async with self._room_turn:
                 while True:
-                    self._exports.room_freed.clear()
+                    self.exports.room_freed.clear()
                     try:
                         reservation = self._context.engine.pool.reserve(num_blocks)
                     except OutOfBlocks:
@@ -222,7 +222,7 @@ class PrefillRole:
 
     def _begin_export(self, request: PrefillRequest, attempt: _Attempt) -> None:
         asked = request.request
-        self._exports.begin(
+        self.exports.begin(
             request.handoff_id,
             request_id=asked.request_id,
             attempt=asked.attempt,
@@ -233,7 +233,7 @@ class PrefillRole:
     async def _room_freed(self) -> None:
         try:
             async with asyncio.timeout(_ROOM_RETRY_S):
-                await self._exports.room_freed.wait()
+                await self.exports.room_freed.wait()
         except TimeoutError:
             pass  # blocks may also come back without an event
 

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 
 from core.clock import Clock, MonotonicClock
 from core.config import ClusterConfig
@@ -139,12 +139,13 @@ class RouterHandler:
 
     async def join(
         self, registration: WorkerRegistration, messages: AsyncIterator[WorkerRegistration | WorkerLoad]
-    ) -> AsyncIterator[WorkerCommand]:
+    ) -> AsyncGenerator[WorkerCommand, None]:
         """One worker's stream, from its registration until either side ends it. Raises StaleIncarnation."""
         commands: Commands = asyncio.Queue()
         stream = _WorkerStream(self._join(registration, commands))
         reader = self._tasks.spawn(self._read(stream, messages, commands), name=f"worker-{registration.worker_id}")
         try:
+            yield WorkerCommand(kind=CommandKind.JOINED)
             while (command := await commands.get()) is not None:
                 if isinstance(command, ServingError):
                     raise command
@@ -197,7 +198,7 @@ class RouterHandler:
         self._room.wake()
         return sizes
 
-    def watch_pools(self) -> AsyncIterator[tuple[PoolSize, ...]]:
+    def watch_pools(self) -> AsyncGenerator[tuple[PoolSize, ...], None]:
         return self._pools.watch()
 
     async def find_records(self, request_id: str, limit: int) -> tuple[RequestRecord, ...]:

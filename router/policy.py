@@ -142,7 +142,7 @@ def decide(request: PlaceRequest, snapshot: Snapshot, settings: PolicySettings) 
 
     pairs = [(p, d) for p in prefills for d in decodes if p.format_hash == d.format_hash]
     excluded = set(request.excluded_pairs)
-    good = [(p, d) for p, d in pairs if (p.address.worker_id, d.address.worker_id) not in excluded]
+    good = [(p, d) for p, d in pairs if _pair_of(p, d) not in excluded]
     scores = _Scores.of(usable, request, settings)
     paths = [scores.split(p, d) for p, d in good] + [scores.local(c) for c in hosts]
     if paths:
@@ -251,6 +251,11 @@ def _predict(request: PlaceRequest, path: Path) -> Prediction:
 
 
 # -- refusing ---------------------------------------------------------------------------------------------------------
+
+
+def _pair_of(prefill: Candidate, decode: Candidate) -> tuple[WorkerId, Incarnation, WorkerId, Incarnation]:
+    p, d = prefill.address, decode.address
+    return p.worker_id, p.incarnation, d.worker_id, d.incarnation
 
 
 def _is_excluded(candidate: Candidate, request: PlaceRequest) -> bool:

@@ -1,7 +1,7 @@
 """The desired size of every pool. The router owns it, operators change it, launchers watch it and reconcile."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 from core.config import ModelConfigSection
 from core.errors import InvalidRequest
@@ -43,7 +43,7 @@ class PoolBook:
             changed.set()
         return self.sizes()
 
-    async def watch(self) -> AsyncIterator[tuple[PoolSize, ...]]:
+    async def watch(self) -> AsyncGenerator[tuple[PoolSize, ...], None]:
         """The sizes now, and again after every change. Changes in between are skipped, never missed."""
         while True:
             changed = self._changed

@@ -5,7 +5,8 @@ A process implements the handler protocols below and hands itself to :class:`Rpc
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Any, Protocol
 
 import grpc
@@ -52,14 +53,14 @@ class RouterHandler(Protocol):
     async def end_placement(self, end: t.PlacementEnd) -> None: ...
     def join(
         self, registration: t.WorkerRegistration, messages: AsyncIterator[t.WorkerRegistration | t.WorkerLoad]
-    ) -> AsyncIterator[t.WorkerCommand]:
+    ) -> AsyncGenerator[t.WorkerCommand, None]:
         """The iterator's end (or its cancellation) is the end of the worker's stream."""
 
     async def report_gateway(self, report: t.GatewayReport) -> t.ClusterView: ...
     async def status(self) -> t.ClusterStatus: ...
     async def drain(self, worker_id: str, reason: str) -> None: ...
     async def scale(self, pools: tuple[t.PoolSize, ...]) -> tuple[t.PoolSize, ...]: ...
-    def watch_pools(self) -> AsyncIterator[tuple[t.PoolSize, ...]]: ...
+    def watch_pools(self) -> AsyncGenerator[tuple[t.PoolSize, ...], None]: ...
     async def find_records(self, request_id: str, limit: int) -> tuple[t.RequestRecord, ...]: ...
 
 
@@ -75,12 +76,12 @@ class DecodeHandler(Protocol):
     async def abort_decode(self, request: t.AbortRequest) -> t.AbortReply: ...
     def outputs(
         self, gateway_id: GatewayId, gateway_incarnation: Incarnation, worker_incarnation: Incarnation
-    ) -> AsyncIterator[t.StepOutputs]:
+    ) -> AsyncGenerator[t.StepOutputs, None]:
         """The end of the iteration is the loss of the gateway: its requests are aborted."""
 
 
 class HandoffHandler(Protocol):
-    def connect(self, messages: AsyncIterator[ToHolder]) -> AsyncIterator[ToReader]:
+    def connect(self, messages: AsyncIterator[ToHolder]) -> AsyncGenerator[ToReader, None]:
         """One reader's control stream. Its end is the loss of the reader's connection."""
 
 
@@ -147,9 +148,9 @@ class _RouterServicer(router_pb2_grpc.RouterServicer):
         registration = await anext(messages, None)
         if not isinstance(registration, t.WorkerRegistration):
             raise InvalidRequest("the first message of Join must be a registration")
-        commands = self._handler.join(registration, messages)
-        async for command in commands:
-            yield to_pb(command)
+        async with aclosing(self._handler.join(registration, messages)) as commands:
+            async for command in commands:
+                yield to_pb(command)
 
     async def ReportGateway(self, request: router_pb2.GatewayReport, context: _Context) -> Any:
         return to_pb(await self._handler.report_gateway(from_pb(t.GatewayReport, request)))
@@ -166,8 +167,9 @@ class _RouterServicer(router_pb2_grpc.RouterServicer):
         return router_pb2.PoolSizes(pools=[to_pb(pool) for pool in pools])
 
     async def WatchPools(self, request: router_pb2.Empty, context: _Context) -> AsyncIterator[router_pb2.PoolSizes]:
-        async for pools in self._handler.watch_pools():
-            yield router_pb2.PoolSizes(pools=[to_pb(pool) for pool in pools])
+        async with aclosing(self._handler.watch_pools()) as sizes:
+            async for pools in sizes:
+                yield router_pb2.PoolSizes(pools=[to_pb(pool) for pool in pools])
 
     async def FindRecords(self, request: router_pb2.RecordQuery, context: _Context) -> router_pb2.RequestRecords:
         records = await self._handler.find_records(request.request_id, request.limit)
@@ -196,14 +198,14 @@ class _DecodeServicer(decode_pb2_grpc.DecodeServicer):
         return to_pb(await self._handler.abort_decode(from_pb(t.AbortRequest, request)))
 
     async def Outputs(self, request: decode_pb2.OutputsRequest, context: _Context) -> AsyncIterator[Any]:
-        # Headers at once: they tell the gateway that its stream is registered, before the first token exists.
         outputs = self._handler.outputs(
             GatewayId(request.gateway_id),
             Incarnation(request.gateway_incarnation),
             Incarnation(request.worker_incarnation),
         )
-        async for message in outputs:
-            yield to_pb(message)
+        async with aclosing(outputs) as step_outputs:
+            async for message in step_outputs:
+                yield to_pb(message)
 
 
 class _HandoffServicer(handoff_pb2_grpc.HandoffServicer):
@@ -212,8 +214,9 @@ class _HandoffServicer(handoff_pb2_grpc.HandoffServicer):
 
     async def Connect(self, requests: Any, context: _Context) -> AsyncIterator[handoff_pb2.ToReader]:
         messages = _decoded(requests, TO_HOLDER.decode)
-        async for reply in self._handler.connect(messages):
-            yield TO_READER.encode(reply)
+        async with aclosing(self._handler.connect(messages)) as replies:
+            async for reply in replies:
+                yield TO_READER.encode(reply)
 
 
 async def _decoded(requests: Any, decode: Any) -> AsyncIterator[Any]:

@@ -47,8 +47,11 @@ class Membership:
             try:
                 async for command in self._router.join(self._messages()):
                     failures = 0
+                    self.is_joined = True
                     if command.kind is CommandKind.REREGISTER:
                         break
+                    if command.kind is CommandKind.JOINED:
+                        continue
                     self._on_command(command)
             except ServingError as error:
                 if self.is_joined or failures == 0:
@@ -61,7 +64,6 @@ class Membership:
         yield self._registration
         while True:
             yield self._load()
-            self.is_joined = True
             try:
                 async with asyncio.timeout(self._heartbeat_s):
                     await self._now.wait()

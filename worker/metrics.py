@@ -53,8 +53,8 @@ class WorkerMetrics:
             self._received.labels(**self._own, backend=backend).set(num_bytes)
         for backend, num_bytes in load.kv_bytes_sent:
             self._sent.labels(**self._own, backend=backend).set(num_bytes)
-        for outcome, count in self._transfers.stats().transfers:
-            self._transfer_counts.labels(**self._own, outcome=outcome).set(count)
+        for ended, count in self._transfers.stats().transfers:
+            self._transfer_counts.labels(**self._own, outcome=str(ended)).set(count)
         stats = self._leases.stats()
         for outcome in ("opened", "refused", "released", "expired", "revoked"):
             self._lease_counts.labels(**self._own, outcome=outcome).set(getattr(stats, outcome))

@@ -33,6 +33,7 @@ from core.types import (
     WorkerState,
 )
 from engine.engine import Engine, EngineConfig, StepResult
+from kvtransfer.backends import create_backend
 from kvtransfer.backends.base import Backend, Identity
 from kvtransfer.custody import Custody
 from kvtransfer.digest import Digester
@@ -304,15 +305,6 @@ class Worker:
         return self.context.telemetry.render_metrics()
 
 
-def make_backend(name: str) -> Backend:
-    """The configured transfer backend. Raises ConfigError when it cannot be had here."""
-    if name == "nixl":
-        from kvtransfer.backends.nixl import NixlBackend
-
-        return NixlBackend()
-    raise ConfigError(f"transfer.backend {name!r} only works inside one process (tests); use nixl")
-
-
 def _own_core(config: ClusterConfig, num_threads: int, role: Role, worker_id: str) -> int | None:
     """A core for the step thread: prefill and decode workers of equal number get different ones, as far as there are."""
     number = re.search(r"(\d+)$", worker_id)
@@ -359,7 +351,7 @@ async def run_worker(
         role=role,
         worker_id=WorkerId(worker_id),
         engine=engine,
-        backend=make_backend(config.transfer.backend),
+        backend=create_backend(config.transfer.backend),
         make_role=make_role,
         telemetry=telemetry,
     )

@@ -22,6 +22,7 @@ class CommandKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     COMMAND_KIND_UNSPECIFIED: _ClassVar[CommandKind]
     COMMAND_KIND_DRAIN: _ClassVar[CommandKind]
     COMMAND_KIND_REREGISTER: _ClassVar[CommandKind]
+    COMMAND_KIND_JOINED: _ClassVar[CommandKind]
 WORKER_STATE_UNSPECIFIED: WorkerState
 WORKER_STATE_STARTING: WorkerState
 WORKER_STATE_READY: WorkerState
@@ -31,6 +32,7 @@ WORKER_STATE_LOST: WorkerState
 COMMAND_KIND_UNSPECIFIED: CommandKind
 COMMAND_KIND_DRAIN: CommandKind
 COMMAND_KIND_REREGISTER: CommandKind
+COMMAND_KIND_JOINED: CommandKind
 
 class Empty(_message.Message):
     __slots__ = ()
@@ -45,12 +47,16 @@ class WorkerRef(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class WorkerPair(_message.Message):
-    __slots__ = ("prefill", "decode")
+    __slots__ = ("prefill", "prefill_incarnation", "decode", "decode_incarnation")
     PREFILL_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
+    DECODE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     prefill: str
+    prefill_incarnation: int
     decode: str
-    def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ...) -> None: ...
+    decode_incarnation: int
+    def __init__(self, prefill: _Optional[str] = ..., prefill_incarnation: _Optional[int] = ..., decode: _Optional[str] = ..., decode_incarnation: _Optional[int] = ...) -> None: ...
 
 class PlaceRequest(_message.Message):
     __slots__ = ("request_id", "model", "attempt", "num_prompt_tokens", "max_new_tokens", "block_hashes", "gateway_id", "gateway_incarnation", "deadline_s", "age_s", "priority", "tenant", "excluded_workers", "excluded_pairs", "traceparent")

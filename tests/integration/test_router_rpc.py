@@ -188,6 +188,7 @@ async def test_operators_drain_scale_and_watch(scene: Scene) -> None:
     scene.join(server, "p0", Role.PREFILL)
     decode = scene.join(server, "d0", Role.DECODE)
     await router.place(make_request(deadline_s=PATIENCE_S))
+    assert await decode.commands.get() == WorkerCommand(kind=CommandKind.JOINED)
     await router.drain("d0", "maintenance")
     assert await decode.commands.get() == WorkerCommand(kind=CommandKind.DRAIN, reason="maintenance")
     view = await router.report_gateway(make_report())

@@ -79,7 +79,7 @@ def make_request(
         age_s=age_s,
         priority=priority,
         excluded_workers=tuple((WorkerId(name), Incarnation(number)) for name, number in excluded_workers),
-        excluded_pairs=tuple((WorkerId(p), WorkerId(d)) for p, d in excluded_pairs),
+        excluded_pairs=tuple((WorkerId(p), Incarnation(1), WorkerId(d), Incarnation(1)) for p, d in excluded_pairs),
     )
 
 

@@ -119,6 +119,11 @@ def test_an_excluded_pair_gives_way_to_another_pair() -> None:
     assert chosen(decide(make_request(excluded_pairs=(("p0", "d0"),)), workers, AUTO)) == "split:p1>d0"
 
 
+def test_a_restarted_worker_is_a_new_pair() -> None:
+    workers = snapshot(make_candidate("p0", P, incarnation=2), make_candidate("d0", D))
+    assert chosen(decide(make_request(excluded_pairs=(("p0", "d0"),)), workers, AUTO)) == "split:p0>d0"
+
+
 def test_when_every_pair_failed_the_decode_worker_prefills_itself_and_says_so() -> None:
     workers = snapshot(make_candidate("p0", P), make_candidate("d0", D))
     request = make_request(excluded_pairs=(("p0", "d0"),))
@@ -220,7 +225,8 @@ def test_no_unusable_worker_is_ever_picked(
             assert path.prefill is not None
             assert path.prefill.role is Role.PREFILL and path.decode.role is Role.DECODE
             assert path.prefill.format_hash == path.decode.format_hash
-            pair = (path.prefill.address.worker_id, path.decode.address.worker_id)
+            prefill, decode = path.prefill.address, path.decode.address
+            pair = (prefill.worker_id, prefill.incarnation, decode.worker_id, decode.incarnation)
             assert pair not in request.excluded_pairs or (
                 settings.mode == "split" and outcome.reason is Reason.ONLY_PAIR_LEFT
             )
