@@ -22,7 +22,7 @@ class _Outcome:
     num_completion_tokens: int = 0
 
 
-async def chat(url: str, message: str, *, model: str | None, max_tokens: int) -> int:
+async def chat(url: str, message: str, *, model: str | None, max_tokens: int, temperature: float) -> int:
     """Print the answer and its timing. Raises ConfigError when there is no gateway, InternalError when it fails."""
     timeout = httpx.Timeout(10, read=READ_TIMEOUT_S)
     async with httpx.AsyncClient(base_url=url, timeout=timeout, trust_env=False) as client:
@@ -31,6 +31,7 @@ async def chat(url: str, message: str, *, model: str | None, max_tokens: int) ->
                 "model": model or await _first_model(client),
                 "messages": [{"role": "user", "content": message}],
                 "max_tokens": max_tokens,
+                "temperature": temperature,
                 "stream": True,
                 "stream_options": {"include_usage": True},
             }

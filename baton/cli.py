@@ -52,7 +52,8 @@ def _chat(options: argparse.Namespace, config: ClusterConfig) -> int:
     from baton.chat import chat
 
     url = options.url or f"http://{config.gateway.listen}"
-    return asyncio.run(chat(url, options.message, model=options.model, max_tokens=options.max_tokens))
+    settings = {"model": options.model, "max_tokens": options.max_tokens, "temperature": options.temperature}
+    return asyncio.run(chat(url, options.message, **settings))
 
 
 def _status(options: argparse.Namespace, config: ClusterConfig) -> int:
@@ -95,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("message")
     chat.add_argument("--model", help="default: the first model that the gateway serves")
     chat.add_argument("--max-tokens", type=int, default=256)
+    chat.add_argument("--temperature", type=float, default=0, help="default: 0, always the likeliest token")
     chat.add_argument("--url", help="default: the gateway of the configuration")
     chat.set_defaults(run=_chat)
 

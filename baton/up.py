@@ -14,11 +14,12 @@ from baton.status import table
 from core.config import ClusterConfig, split_address
 from core.errors import ConfigError
 from deploy.cluster import Cluster, resolve_ports
-from deploy.launcher import ComponentEvent, ComponentState, Launcher, LaunchError
+from deploy.launcher import EXIT_CONFIG, ComponentEvent, ComponentState, Launcher, LaunchError
 from deploy.process import ProcessLauncher
 from modelfiles.locate import locate
 
 READY_POLL_S = 0.2
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAY_AGAIN_S = 10.0
 ESSENTIAL = ("router", "gateway")
 """Without one of these the cluster serves nothing; a pool can do without a worker for a while."""
@@ -124,7 +125,8 @@ class UpRun:
             return
         for line in event.tail if event.message not in "".join(event.tail) else ():
             print(f"  {event.component}: {line}", file=sys.stderr)
-        raise LaunchError(f"{event.component}: {event.message}")
+        error = ConfigError if event.exit_code == EXIT_CONFIG else LaunchError
+        raise error(f"{event.component}: {event.message}")
 
     async def _wait_until_ready(self) -> None:
         """Until the gateway says that every model can be served, and every component has said that it serves."""
@@ -160,6 +162,7 @@ class UpRun:
         question = {
             "model": self._config.models[0].name,
             "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "temperature": 0,
         }
         return (
             f"\nBaton is up. OpenAI API: {gateway}/v1   logs: {self._logs}\n\n"
@@ -179,7 +182,7 @@ class _Signals:
         self._task = asyncio.current_task()
         self._is_stopping = False
         self.was_told_to_stop = False
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in STOP_SIGNALS:
             self._loop.add_signal_handler(number, self._on_signal)
 
     def begin_stop(self) -> None:
@@ -187,7 +190,7 @@ class _Signals:
         self._is_stopping = True
 
     def restore(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in STOP_SIGNALS:
             self._loop.remove_signal_handler(number)
 
     def _on_signal(self) -> None:

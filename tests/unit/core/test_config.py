@@ -80,3 +80,10 @@ def test_children_do_not_inherit_settings_that_are_already_in_their_config(monke
     environ = child_environment({"A": "b"})
     assert "BATON__ROUTER__LISTEN" not in environ
     assert environ["A"] == "b"
+
+
+def test_a_setting_of_one_default_pool_keeps_the_other() -> None:
+    config = load_config(overrides=["models.0.pools.decode.replicas=2"], environ={})
+    assert {role: pool.replicas for role, pool in config.models[0].pools.items()} == {Role.PREFILL: 1, Role.DECODE: 2}
+    config = load_config(overrides=["models.0.pools.unified.replicas=2"], environ={})
+    assert set(config.models[0].pools) == {Role.UNIFIED}
