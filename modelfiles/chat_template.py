@@ -111,7 +111,7 @@ class ChatTemplate:
                     raise TemplateError("the chat template's output is too large for this conversation")
         except jinja2.TemplateError as error:
             raise TemplateError(f"the chat template refused the conversation: {error}"[:500]) from None
-        except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
+        except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError) as error:
             if isinstance(error, TemplateError):
                 raise
             raise TemplateError("the chat template cannot render this conversation") from None

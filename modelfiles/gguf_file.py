@@ -7,8 +7,8 @@ halves is right for both formats.
 
 from __future__ import annotations
 
+import mmap
 import re
-import struct
 from pathlib import Path
 
 import gguf
@@ -16,6 +16,7 @@ import numpy as np
 
 from modelfiles.config import GenerationDefaults, ModelConfig, check_config
 from modelfiles.errors import ModelFileError
+from modelfiles.gguf_header import TensorInfo, read_header
 from modelfiles.tensors import Array
 
 REMEDY = "download the file again"
@@ -47,22 +48,16 @@ class GGUFFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.files = (path,)
-        _check_magic(path)
-        try:
-            self._reader = gguf.GGUFReader(path)
-        except (ValueError, IndexError, KeyError, OverflowError, struct.error, UnicodeDecodeError) as error:
-            raise ModelFileError(str(path), f"is truncated or damaged ({type(error).__name__})", REMEDY) from None
-        self._tensors: dict[str, gguf.ReaderTensor] = {}
-        for tensor in self._reader.tensors:
-            name = self._hugging_face_name(tensor.name)
-            self._tensors[name] = tensor
+        self._content = memoryview(_map(path))
+        header = read_header(path, self._content)
+        self._values = header.values
+        self._tensors = {self._hugging_face_name(tensor.name): tensor for tensor in header.tensors}
 
     # --- metadata -------------------------------------------------------------------------------------------------
 
     def value(self, key: str) -> object:
         """The metadata value of `key`, or None where the file has none."""
-        field = self._reader.fields.get(key)
-        return None if field is None else field.contents()
+        return self._values.get(key)
 
     def integer(self, key: str, default: int | None = None) -> int:
         value = self.value(key)
@@ -103,13 +98,25 @@ class GGUFFile:
         tensor = self._tensors.get(name)
         if tensor is None:
             raise ModelFileError(str(self.path), f"tensor '{name}' is missing", "use a complete model")
-        array: Array = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+        array = self._dequantise(tensor)
         if self._architecture() in ROWS_PERMUTED:
             if ".q_proj." in name:
                 array = _unpermute_rows(array, self.integer(f"{self._architecture()}.attention.head_count"))
             elif ".k_proj." in name:
                 array = _unpermute_rows(array, self._num_kv_heads())
         return array
+
+    def _dequantise(self, tensor: TensorInfo) -> Array:
+        raw = np.frombuffer(self._content[tensor.offset : tensor.offset + tensor.num_bytes], dtype=np.uint8)
+        # The quantisers want a tensor's own dimensions, the last one in bytes.
+        rows = raw.reshape(*tensor.shape[:-1], -1)
+        try:
+            array: Array = gguf.quants.dequantize(rows, tensor.kind)
+        except NotImplementedError:
+            raise ModelFileError(
+                str(self.path), f"quantisation {tensor.kind.name} is not supported", "use another quantisation"
+            ) from None
+        return array.astype(np.float32, copy=False).reshape(tensor.shape)
 
     def _hugging_face_name(self, name: str) -> str:
         if name in _WHOLE_NAMES:
@@ -161,7 +168,7 @@ class GGUFFile:
             num_kv_heads=self._num_kv_heads(),
             head_dim=self.integer(f"{architecture}.attention.key_length", hidden_size // max(num_heads, 1)),
             intermediate_size=self.integer(f"{architecture}.feed_forward_length"),
-            vocab_size=int(embedding.shape[1]),
+            vocab_size=embedding.shape[0],
             max_context=self.integer(f"{architecture}.context_length"),
             rms_norm_eps=self.number(f"{architecture}.attention.layer_norm_rms_epsilon"),
             rope_theta=self.number(f"{architecture}.rope.freq_base", 10000.0),
@@ -190,15 +197,11 @@ def _unpermute_rows(array: Array, num_heads: int) -> Array:
     return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(array.shape)
 
 
-def _check_magic(path: Path) -> None:
+def _map(path: Path) -> mmap.mmap:
     try:
         with path.open("rb") as file:
-            head = file.read(8)
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise ModelFileError(str(path), f"cannot be read ({error.strerror})", "check the path and its rights") from None
-    if head[:4] != b"GGUF":
-        raise ModelFileError(str(path), "is no GGUF file", "give a .gguf file or a Hugging Face folder")
-    if len(head) < 8 or int.from_bytes(head[4:], "little") not in (2, 3):
-        raise ModelFileError(
-            str(path), "is truncated or of an unknown GGUF version", "use a little-endian GGUF of version 2 or 3"
-        )
+    except ValueError:
+        raise ModelFileError(str(path), "is empty", REMEDY) from None
