@@ -34,7 +34,7 @@ from deploy.ray_supervisor import SupervisorActor
 
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
 """Nothing of ours is an object of Ray; its smallest store is about this."""
-PLACE_POLL_S = 3.0
+PLACE_POLL_S = 2.0
 UNAVAILABLE_PAUSE_S = 0.2
 MAX_LINE_BYTES = 4 << 20
 
@@ -79,7 +79,7 @@ class _Component:
                 self._say(ComponentState.STOPPED)
                 return False
             message = f"{self.spec.name} asks for {_amounts(bundle)}, but {self._driver.describe_room()}"
-            if self._driver.is_embedded:
+            if self._driver.is_embedded and not self._driver.has_room(bundle):
                 hint = "lower its pool's resources (num_cpus may be a fraction) or replicas"
                 self._say(ComponentState.FAILED, message=f"{message}; {hint}")
                 return False
@@ -198,6 +198,10 @@ class Driver:
     def _send(self, message: dict[str, str]) -> None:
         assert self._writer is not None
         self._writer.write(json.dumps(message).encode() + b"\n")
+
+    def has_room(self, bundle: dict[str, float]) -> bool:
+        free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+        return all(free.get(name, 0) >= amount for name, amount in bundle.items())
 
     def describe_room(self) -> str:
         """``this machine offers 2 CPUs, of which 0 are free``, in numbers that Ray gives."""

@@ -188,3 +188,14 @@ async def test_demands_beyond_the_machine_are_refused_with_the_numbers(watched: 
     assert "greedy asks for 1000 CPUs" in failed.message
     assert "num_cpus" in failed.message
     await watched.launcher.stop("greedy")
+
+
+async def test_kill_waits_for_nobodys_grace(watched: Watched) -> None:
+    """The last test of the suite: the launcher is of no use after it."""
+    await watched.launcher.start(spec("doomed", "stubborn", grace_s=60))
+    ready = await watched.event("doomed", ComponentState.READY)
+    process = psutil.Process(ready.pid)
+    watched.launcher.kill()
+    async with asyncio.timeout(10):
+        await watched.launcher.close()
+    assert is_gone(process)
