@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from hypothesis import settings
+
 # The suite shares its cores with the worker processes it starts, and one thread gives one order of summation.
 os.environ["OMP_NUM_THREADS"] = "1"
 # Triton reads this when a kernel is decorated, so it must be set before kernels are imported.
@@ -11,3 +13,8 @@ if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # Nothing under test may reach for a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# Wall time on shared cores says nothing about the code, so examples have no deadline; and the same commit draws the same
+# examples everywhere (`make soak` and the long matrices vary them by their own seeds).
+settings.register_profile("suite", deadline=None, derandomize=True)
+settings.load_profile("suite")
