@@ -14,7 +14,7 @@ if not os.path.exists("/dev/nvidiactl"):
 # Nothing under test may reach for a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-# Wall time on shared cores says nothing about the code, so examples have no deadline; and the same commit draws the same
-# examples everywhere (`make soak` and the long matrices vary them by their own seeds).
+# Wall time on shared cores says nothing about the code, so examples have no deadline; and one commit draws the same
+# examples everywhere.
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
