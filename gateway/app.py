@@ -11,6 +11,7 @@ from core.ids import GatewayId, Incarnation
 from core.tasks import TaskScope
 from core.telemetry import Telemetry
 from gateway.edge import Edge, Endpoint, method_not_allowed, not_found
+from gateway.generation import Generation
 from gateway.legs import Peers
 from gateway.metrics import GatewayMetrics
 from gateway.models import ModelShelf, ServedModel
@@ -51,18 +52,23 @@ class Gateway:
             max_attempts=config.gateway.limits.max_attempts,
             capacity_patience_s=config.router.placement_wait_s,
         )
-        self._routes = Routes(
+        self._generation = Generation(
             shelf=self._shelf,
             pipeline=Pipeline(router, self.peers, limits, on_end=self._on_end),
             limits=config.gateway.limits,
-            reporter=self.reporter,
-            metrics=self._metrics,
-            telemetry=telemetry,
             clock=clock,
             gateway_id=gateway_id,
             incarnation=incarnation,
+            on_count=self._on_count,
         )
-        self.asgi = Edge(_application(self._routes), self._metrics)
+        routes = Routes(
+            shelf=self._shelf,
+            limits=config.gateway.limits,
+            generation=self._generation,
+            reporter=self.reporter,
+            telemetry=telemetry,
+        )
+        self.asgi = Edge(_application(self._generation, routes), self._metrics)
 
     def start(self) -> None:
         """Starts the heartbeat to the router."""
@@ -70,7 +76,7 @@ class Gateway:
 
     async def drain(self) -> None:
         """Ready says no; running requests finish, at most for the configured time, then end by an error."""
-        await self._routes.drain(self._config.gateway.limits.drain_s)
+        await self._generation.drain(self._config.gateway.limits.drain_s)
 
     async def close(self) -> None:
         """Ends everything this gateway owns. No request may be running any more."""
@@ -80,17 +86,21 @@ class Gateway:
         await self._router.close()
         self._shelf.close()
 
+    def _on_count(self, num_running: int) -> None:
+        self._metrics.running.set(num_running)
+        self.reporter.num_requests = num_running
+
     def _on_end(self, run: Run) -> None:
         self._metrics.observe(run)
         self.reporter.add(run.record())
 
 
-def _application(routes: Routes) -> FastAPI:
+def _application(generation: Generation, routes: Routes) -> FastAPI:
     """The route table. Only what stands here is served: no documentation routes, no redirects."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     table = (
-        ("POST", "/v1/chat/completions", routes.chat_completions),
-        ("POST", "/v1/completions", routes.completions),
+        ("POST", "/v1/chat/completions", generation.chat_completions),
+        ("POST", "/v1/completions", generation.completions),
         ("GET", "/v1/models", routes.list_models),
         ("GET", "/v1/models/{name:path}", routes.show_model),
         ("POST", "/tokenize", routes.tokenize),

@@ -149,9 +149,7 @@ class Pipeline:
     def _avoid(self, run: Run, placement: t.Placement, error: ServingError) -> None:
         prefill, decode = placement.prefill, placement.decode
         if error.blame is Blame.PAIR and prefill is not None:
-            run.excluded_pairs.append(
-                (prefill.worker_id, prefill.incarnation, decode.worker_id, decode.incarnation)
-            )
+            run.excluded_pairs.append((prefill.worker_id, prefill.incarnation, decode.worker_id, decode.incarnation))
         elif error.blame is not Blame.NONE:
             for worker in (prefill, decode):
                 if worker is not None and worker.worker_id == error.worker_id:

@@ -1,0 +1,250 @@
+"""The two generation routes: read, parse (off the event loop), run the pipeline, answer plain or as a stream."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+from core.clock import Clock
+from core.config import LimitsConfig
+from core.errors import NoWorker, QueueFull
+from core.ids import GatewayId, Incarnation, RequestId
+from core.types import FinishReason, GenerateRequest
+from gateway.answers import Answer, ChatAnswer, CompletionAnswer, Usage
+from gateway.edge import Exchange
+from gateway.http import (
+    DONE,
+    Receive,
+    Scope,
+    Send,
+    end_events,
+    header,
+    read_json_body,
+    send_bytes,
+    send_event,
+    start_events,
+    until_disconnect,
+)
+from gateway.models import ModelShelf
+from gateway.parse import Job, chat_job, completion_job
+from gateway.pipeline import Pipeline
+from gateway.run import Run
+from gateway.schemas import ChatBody, CompletionBody, parse_body
+from gateway.stages import StageClock
+from gateway.text import ChoiceText, TextDelta
+
+SEND_GRACE_S = 10.0
+"""After its deadline a request has only to be sent; a client that does not read for so long is gone."""
+
+
+class Generation:
+    """The handlers that run requests, and the count of those that run."""
+
+    def __init__(
+        self,
+        *,
+        shelf: ModelShelf,
+        pipeline: Pipeline,
+        limits: LimitsConfig,
+        clock: Clock,
+        gateway_id: GatewayId,
+        incarnation: Incarnation,
+        on_count: Callable[[int], None],
+    ) -> None:
+        self._shelf = shelf
+        self._pipeline = pipeline
+        self._limits = limits
+        self._clock = clock
+        self._gateway_id = gateway_id
+        self._incarnation = incarnation
+        self._on_count = on_count
+        self._num_running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._stopping = asyncio.Event()
+        self.is_draining = False
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuses new work, lets running requests finish for `timeout_s`, then ends them by an error."""
+        self.is_draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            self._stopping.set()
+            await self._idle.wait()
+
+    async def chat_completions(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
+        def make_job(raw: bytes) -> Job:
+            body = parse_body(ChatBody, raw)
+            return chat_job(body, self._shelf.get(body.model), self._limits)
+
+        await self._generate(exchange, scope, receive, send, make_job, ChatAnswer)
+
+    async def completions(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
+        def make_job(raw: bytes) -> Job:
+            body = parse_body(CompletionBody, raw)
+            return completion_job(body, self._shelf.get(body.model), self._limits)
+
+        await self._generate(exchange, scope, receive, send, make_job, CompletionAnswer)
+
+    async def _generate(
+        self,
+        exchange: Exchange,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        make_job: Callable[[bytes], Job],
+        answer_class: type[Answer],
+    ) -> None:
+        stages = StageClock(self._clock)
+        raw = await read_json_body(scope, receive, self._limits.max_body_bytes)
+        self._begin()
+        try:
+            work = self._answer(exchange, scope, send, stages, raw, make_job, answer_class)
+            await until_disconnect(
+                receive, work, stopping=self._stopping, timeout_s=self._limits.request_timeout_s + SEND_GRACE_S
+            )
+        finally:
+            self._end()
+
+    def _begin(self) -> None:
+        if self.is_draining:
+            raise NoWorker("this gateway is shutting down; try again", code="draining")
+        if self._num_running >= self._limits.max_requests:
+            raise QueueFull("this gateway is at its limit of requests; try again", code="server_overloaded")
+        self._num_running += 1
+        self._idle.clear()
+        self._on_count(self._num_running)
+
+    def _end(self) -> None:
+        self._num_running -= 1
+        if self._num_running == 0:
+            self._idle.set()
+        self._on_count(self._num_running)
+
+    async def _answer(
+        self,
+        exchange: Exchange,
+        scope: Scope,
+        send: Send,
+        stages: StageClock,
+        raw: bytes,
+        make_job: Callable[[bytes], Job],
+        answer_class: type[Answer],
+    ) -> None:
+        job = await self._shelf.run(lambda: make_job(raw))
+        run = self._run(exchange, scope, job, stages)
+        answer = answer_class(job, exchange.request_id)
+        wants_timing = header(scope, b"x-baton-timing") == "1"
+        deltas = _echo_only() if job.is_echo_only else self._pipeline.generate(run)
+        try:
+            async with aclosing(deltas):
+                if job.stream:
+                    await _send_stream(exchange, send, run, answer, deltas, wants_timing)
+                else:
+                    await _send_plain(send, run, answer, deltas, wants_timing)
+        finally:
+            exchange.fields |= _log_fields(run, job)
+
+    def _run(self, exchange: Exchange, scope: Scope, job: Job, stages: StageClock) -> Run:
+        request = GenerateRequest(
+            request_id=RequestId(exchange.request_id),
+            model=job.model.name,
+            prompt_token_ids=job.prompt_token_ids,
+            sampling=job.sampling,
+            gateway_id=self._gateway_id,
+            gateway_incarnation=self._incarnation,
+            deadline_s=self._limits.request_timeout_s,
+            traceparent=header(scope, b"traceparent")[:64],
+        )
+        run = Run(request, ChoiceText(job.model.tokenizer, job.rules), stages)
+        stages.mark("prepare")
+        return run
+
+
+async def _echo_only() -> AsyncGenerator[TextDelta, None]:
+    yield TextDelta(finish_reason=FinishReason.LENGTH)
+
+
+async def _send_plain(
+    send: Send, run: Run, answer: Answer, deltas: AsyncGenerator[TextDelta, None], wants_timing: bool
+) -> None:
+    last: TextDelta | None = None
+    async for delta in deltas:
+        answer.collect(delta)
+        last = delta
+    await send_bytes(send, 200, answer.whole(last, _usage(run), _timing(run) if wants_timing else None))
+
+
+async def _send_stream(
+    exchange: Exchange,
+    send: Send,
+    run: Run,
+    answer: Answer,
+    deltas: AsyncGenerator[TextDelta, None],
+    wants_timing: bool,
+) -> None:
+    """The status line waits for the first tokens, so that an error before them is a true 4xx or 5xx."""
+    frame = answer.opening()
+    async for delta in deltas:
+        extra = None
+        if delta.finish_reason is not None:
+            run.end(delta.finish_reason)
+            extra = _timing(run) if wants_timing else None
+        if not exchange.is_stream:
+            exchange.is_stream = True
+            await start_events(send)
+        frame += answer.stream(delta, _usage(run), extra)
+        if frame:
+            await send_event(send, frame)
+            frame = b""
+    await end_events(send, answer.closing(_usage(run)) + DONE)
+
+
+def _usage(run: Run) -> Usage:
+    return Usage(
+        num_prompt_tokens=run.request.num_prompt_tokens,
+        num_completion_tokens=len(run.accepted),
+        num_cached_tokens=run.num_cached_tokens,
+    )
+
+
+def _timing(run: Run) -> dict[str, object]:
+    """Where the time went, for a caller that asked with `x-baton-timing: 1`."""
+    record = run.record()
+    times = run.times
+    decode_s = record.duration_s - record.ttft_s
+    num_gaps = record.num_completion_tokens - 1
+    timing: dict[str, object] = {
+        "total_ms": _ms(record.duration_s),
+        "ttft_ms": _ms(record.ttft_s),
+        "stages_ms": {stage: _ms(seconds) for stage, seconds in record.stages},
+        "tokens_per_s": round(num_gaps / decode_s, 2) if num_gaps > 0 and decode_s > 0 else None,
+        "attempts": record.attempts,
+        "mode": record.mode,
+        "prefill_worker": record.prefill_worker,
+        "decode_worker": record.decode_worker,
+        "transfer_bytes": times.transfer_bytes if times else 0,
+        "transfer_backend": times.transfer_backend if times else "",
+        "transfer_ms": _ms(times.transfer_s) if times else 0.0,
+    }
+    return {"timing": timing}
+
+
+def _ms(seconds: float) -> float:
+    return round(1e3 * seconds, 3)
+
+
+def _log_fields(run: Run, job: Job) -> dict[str, object]:
+    record = run.record()
+    return {
+        "model": record.model,
+        "stream": job.stream,
+        "outcome": record.outcome,
+        "num_prompt_tokens": record.num_prompt_tokens,
+        "num_completion_tokens": record.num_completion_tokens,
+        "attempts": record.attempts,
+        "mode": record.mode,
+        "prefill_worker": record.prefill_worker,
+        "decode_worker": record.decode_worker,
+        "ttft_ms": _ms(record.ttft_s),
+    }
