@@ -218,6 +218,7 @@ class ScriptedPrefill:
         )
 
     async def abort(self, request: t.AbortRequest) -> t.AbortReply:
+        await self._cluster.pass_gate("abort-prefill")
         self._cluster.aborts.append(("prefill", request.attempt, request.reason))
         return t.AbortReply(found=True)
 
@@ -273,6 +274,7 @@ class ScriptedDecode:
             self._queue.put_nowait(t.StepOutputs(chunks=(chunk,)))
 
     async def abort(self, request: t.AbortRequest) -> t.AbortReply:
+        await self._cluster.pass_gate("abort-decode")
         self._cluster.aborts.append(("decode", request.attempt, request.reason))
         return t.AbortReply(found=True)
 
