@@ -1,4 +1,4 @@
-"""The reference implementation: Hugging Face `transformers`, float32, on the weights that Baton reads from the files."""
+"""The reference: Hugging Face `transformers`, float32, on the weights that Baton reads from the files."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ class HfReference:
         )
         self._model = LlamaForCausalLM(hf_config)
         weights = {
-            name: torch.from_numpy(np.array(files.load_tensor(name), dtype=np.float32))
-            for name in files.tensor_names()
+            name: torch.from_numpy(np.array(files.load_tensor(name), dtype=np.float32)) for name in files.tensor_names()
         }
         outcome = self._model.load_state_dict(weights, strict=False)
         assert not outcome.unexpected_keys and set(outcome.missing_keys) <= {"lm_head.weight"}, outcome
@@ -52,18 +51,16 @@ class HfReference:
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int]) -> Tensor:
         """Teacher-forced scores of every position, `[len(tokens), vocabulary]`."""
-        result: Tensor = self._model(torch.tensor([list(tokens)])).logits[0]
+        result: Tensor = self._model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
         return result
 
-    @torch.inference_mode()
-    def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
-        """The most likely continuation, never stopping early."""
-        output = self._model(torch.tensor([list(prompt)]), use_cache=True)
-        tokens = [int(output.logits[0, -1].argmax())]
-        while len(tokens) < num_tokens:
-            output = self._model(torch.tensor([tokens[-1:]]), past_key_values=output.past_key_values, use_cache=True)
-            tokens.append(int(output.logits[0, -1].argmax()))
-        return tokens
+    def exact_logits(self, tokens: Sequence[int]) -> Tensor:
+        """The same in float64: the arbiter between two float32 implementations. Slow."""
+        self._model.double()
+        try:
+            return self.logits(tokens)
+        finally:
+            self._model.float()  # float32 weights survive the way there and back
 
     def check_greedy(
         self,
@@ -71,21 +68,21 @@ class HfReference:
         answer: Sequence[int],
         teacher_forced: Callable[[list[int]], Tensor] | None = None,
     ) -> int | None:
-        """Law 3 for a greedy `answer` to `prompt`. Returns None when it equals the reference's, else the first divergence.
+        """Law 3 for a greedy `answer`. Returns None when it is the reference's, else the index of the first divergence.
 
-        A divergence raises unless it is a near tie of the reference. `teacher_forced` gives the engine's scores of every
-        position of some tokens; with it, the scores up to the divergence are compared too.
+        Every token is held against the reference's choice behind the same tokens, in one pass. A divergence raises
+        unless it is a near tie of the reference. `teacher_forced` gives the engine's scores of every position of some
+        tokens; with it, the scores that the diverging choice was made from are compared too.
         """
-        expected = self.greedy(prompt, len(answer))
-        if list(answer) == expected:
+        rows = self.logits([*prompt, *answer])[len(prompt) - 1 : -1]
+        chosen = rows.argmax(-1).tolist()
+        if chosen == list(answer):
             return None
-        at = next(i for i, (mine, theirs) in enumerate(zip(answer, expected, strict=True)) if mine != theirs)
-        common = [*prompt, *expected[:at]]
-        reference = self.logits(common)
-        best = reference[-1].topk(2).values
+        at = next(i for i, (mine, theirs) in enumerate(zip(answer, chosen, strict=True)) if mine != theirs)
+        best = rows[at].topk(2).values
         gap = float(best[0] - best[1])
-        assert gap < MAX_GAP, f"token {at}: {answer[at]} instead of {expected[at]}, and no near tie (gap {gap:.2e})"
+        assert gap < MAX_GAP, f"token {at}: {answer[at]} instead of {chosen[at]}, and no near tie (gap {gap:.2e})"
         if teacher_forced is not None:
-            error = float((teacher_forced(common) - reference).abs().max())
+            error = float((teacher_forced([*prompt, *answer[:at]])[-1] - rows[at]).abs().max())
             assert error <= MAX_ERROR, f"teacher-forced logits differ by {error:.2e}"
         return at

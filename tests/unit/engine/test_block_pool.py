@@ -18,7 +18,8 @@ NUM_BLOCKS = 12
 class PoolMachine(RuleBasedStateMachine):
     """Random holders against a model that remembers who holds what."""
 
-    in_use, leases, custody, reservations = Bundle("in_use"), Bundle("leases"), Bundle("custody"), Bundle("reservations")
+    in_use, leases = Bundle("in_use"), Bundle("leases")
+    custody, reservations = Bundle("custody"), Bundle("reservations")
 
     def __init__(self) -> None:
         super().__init__()

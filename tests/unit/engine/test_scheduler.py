@@ -161,7 +161,7 @@ def test_those_with_blocks_of_their_own_pass_a_blocked_head() -> None:
 
 
 def test_what_can_never_fit_fails_and_harms_nobody() -> None:
-    one, pool = scheduler(num_blocks=4)
+    one, _ = scheduler(num_blocks=4)
     too_long, fine = prompt(17), prompt(3)
     one.add(too_long)
     one.add(fine)
@@ -210,7 +210,7 @@ jobs = st.lists(
 def test_every_sequence_ends_whatever_the_load(
     jobs: list[tuple[int, int, int, bool]], num_blocks: int, budget: int, max_sequences: int
 ) -> None:
-    """Finished or failed typed, in a bounded number of steps; blocks conserved after each; the oldest is never preempted."""
+    """Finished or failed typed, in a bounded number of steps; blocks are conserved, the oldest is never preempted."""
     one, pool = scheduler(num_blocks, budget=budget, max_sequences=max_sequences)
     todo = [
         Job(prompt(length, max_tokens=new, **({"pause_at": length + 1} if pauses else {})), new, at)

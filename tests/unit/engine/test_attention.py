@@ -1,0 +1,92 @@
+"""Paged attention equals the textbook, and its bits are those of the row's own context."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.kv_cache import KVCache, KVShape
+from engine.model.attention import AttentionPlan, Span
+from engine.model.linear import ROW_MULTIPLE, round_up
+
+HEADS, KV_HEADS, DIM, LENGTH = 6, 2, 16, 700
+
+
+class Paged:
+    """The same random Q, K and V of one sequence, in a cache of some block size, in shuffled blocks full of garbage."""
+
+    def __init__(self, block_size: int = 16, *, garbage: float = float("nan")) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.q = torch.randn(LENGTH, HEADS, DIM, generator=generator)
+        self.kv = torch.randn(LENGTH, 2, KV_HEADS, DIM, generator=generator)
+        shape = KVShape(block_size=block_size, num_layers=2, num_kv_heads=KV_HEADS, head_dim=DIM, dtype="float32")
+        num_blocks = -(-LENGTH // block_size)
+        self.cache = KVCache(shape, num_blocks + 3)
+        self.cache.tensor[: num_blocks + 3] = garbage
+        self.table = random.Random(2).sample(range(num_blocks + 3), num_blocks)
+
+    def run(self, *spans: tuple[int, int], is_first: bool = True, layer: int = 1) -> Tensor:
+        """Attention of the given (start, number) spans in one step; earlier keys must have been written."""
+        for start, number in spans if is_first else ():
+            end, size = start + number, self.cache.geometry.block_size
+            if end % size and end // size * size >= start:
+                self.cache.clear([self.table[end // size]])  # as the step does with a block that it begins
+        plan = AttentionPlan(
+            self.cache, [Span(block_table=self.table, start=start, num_tokens=number) for start, number in spans], HEADS
+        )
+        rows = torch.cat([torch.arange(start, start + number) for start, number in spans])
+        padding = torch.zeros(round_up(len(rows), ROW_MULTIPLE) - len(rows), dtype=torch.long)
+        padded = torch.cat([rows, padding])
+        out = torch.zeros(len(padded), HEADS, DIM)
+        plan.write(layer, self.kv[padded])
+        plan.attend(layer, self.q[padded], out)
+        return out[: len(rows)]
+
+
+def textbook(paged: Paged) -> Tensor:
+    """Causal attention in float64."""
+    q, kv = paged.q.double(), paged.kv.double().repeat_interleave(HEADS // KV_HEADS, 2)
+    scores = torch.einsum("qhd,khd->hqk", q, kv[:, 0]) * DIM**-0.5
+    scores.masked_fill_(torch.ones(LENGTH, LENGTH).triu(1).bool(), float("-inf"))
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), kv[:, 1])
+
+
+@pytest.fixture(scope="module")
+def whole() -> Tensor:
+    return Paged().run((0, LENGTH))
+
+
+def test_a_whole_prompt_equals_the_textbook(whole: Tensor) -> None:
+    assert torch.allclose(whole.double(), textbook(Paged()), atol=1e-5)
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 16, 24, 128, 200])
+def test_bits_do_not_depend_on_the_block_size(whole: Tensor, block_size: int) -> None:
+    assert torch.equal(Paged(block_size).run((0, LENGTH)), whole)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7, 64, 129, 512])
+def test_bits_do_not_depend_on_the_chunks(whole: Tensor, chunk: int) -> None:
+    paged = Paged()
+    parts = [paged.run((start, min(chunk, LENGTH - start))) for start in range(0, LENGTH, chunk)]
+    assert torch.equal(torch.cat(parts), whole)
+
+
+def test_bits_do_not_depend_on_who_shares_the_step(whole: Tensor) -> None:
+    paged = Paged()
+    paged.run((0, LENGTH))  # writes all keys; the runs below write the same values again
+    positions = [699, 0, 127, 128, 3, 255, 256, 500, 640, 31, 511, 64]
+    single = paged.run(*((position, 1) for position in positions), is_first=False)
+    assert torch.equal(single, whole[positions])
+    mixed = paged.run((5, 1), (100, 33), (600, 1), (300, 2), (250, 1), is_first=False)
+    assert torch.equal(mixed, torch.cat([whole[5:6], whole[100:133], whole[600:601], whole[300:302], whole[250:251]]))
+
+
+def test_leavings_of_other_sequences_are_never_seen() -> None:
+    """Freed blocks may hold anything, NaN included: zero weight times NaN would be NaN."""
+    clean, dirty = Paged(garbage=0.0), Paged()
+    for start, number in ((0, 130), (130, 1), (131, 1), (132, 90)):
+        assert torch.equal(dirty.run((start, number)), clean.run((start, number)))
