@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 EXCHANGE = "baton.exchange"
 CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
 CLIENT_GONE_STATUS = 499
+PROBES = frozenset({"/health", "/ready", "/metrics"})
+"""Asked every few seconds by machines: not worth a line each."""
 
 
 class Exchange:
@@ -59,7 +61,8 @@ class Exchange:
     def write_log(self, scope: Scope) -> None:
         # A caller's own id is a label: logged if it is printable, never used as a key.
         client_id = self._client_id if CLIENT_ID.fullmatch(self._client_id) else None
-        access_log.info(
+        access_log.log(
+            logging.DEBUG if self.route in PROBES else logging.INFO,
             "request",
             extra={
                 "request_id": self.request_id,

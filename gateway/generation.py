@@ -1,6 +1,8 @@
 """The two generation routes: read, parse (off the event loop), run the pipeline, answer plain or as a stream."""
 
 import asyncio
+import re
+import secrets
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
@@ -34,6 +36,9 @@ from gateway.text import ChoiceText, TextDelta
 
 SEND_GRACE_S = 10.0
 """After its deadline a request has only to be sent; a client that does not read for so long is gone."""
+
+
+TRACEPARENT = re.compile("00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class Generation:
@@ -154,11 +159,17 @@ class Generation:
             gateway_id=self._gateway_id,
             gateway_incarnation=self._incarnation,
             deadline_s=self._limits.request_timeout_s,
-            traceparent=header(scope, b"traceparent")[:64],
+            traceparent=_traceparent(scope, exchange.request_id),
         )
         run = Run(request, ChoiceText(job.model.tokenizer, job.rules), stages)
         stages.mark("prepare")
         return run
+
+
+def _traceparent(scope: Scope, request_id: str) -> str:
+    """The caller's trace context, or a new one whose trace id is the request id."""
+    given = header(scope, b"traceparent")
+    return given if TRACEPARENT.fullmatch(given) else f"00-{request_id}-{secrets.token_hex(8)}-01"
 
 
 async def _echo_only() -> AsyncGenerator[TextDelta, None]:

@@ -26,6 +26,7 @@ EVENT_HEADERS: tuple[Header, ...] = (
     (b"x-accel-buffering", b"no"),
 )
 RETRY_AFTER_S = 1
+BODY_TIMEOUT_S = 30.0
 DONE = b"data: [DONE]\n\n"
 
 
@@ -37,6 +38,12 @@ class BodyTooLarge(RequestError):
 class NotJson(RequestError):
     slug = "unsupported_media_type"
     http_status = 415
+
+
+class BodyTimeout(RequestError):
+    slug = "body_timeout"
+    http_status = 408
+    http_type = "timeout_error"
 
 
 class NotFound(RequestError):
@@ -63,12 +70,20 @@ def header(scope: Scope, name: bytes) -> str:
 
 
 async def read_json_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
-    """The body, counted while it is read. Raises BodyTooLarge, NotJson, ClientGone."""
+    """The body, counted while it is read. Raises BodyTooLarge, BodyTimeout, NotJson, ClientGone."""
     kind = header(scope, b"content-type").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise NotJson("the body must be sent as 'content-type: application/json'")
     if header(scope, b"content-encoding") not in ("", "identity"):
         raise NotJson("compressed bodies are not supported")
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await _read_body(receive, max_bytes)
+    except TimeoutError:
+        raise BodyTimeout(f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from None
+
+
+async def _read_body(receive: Receive, max_bytes: int) -> bytes:
     chunks: list[bytes] = []
     num_bytes = 0
     while True:
@@ -143,7 +158,7 @@ def error_headers(error: ServingError) -> tuple[Header, ...]:
     headers: list[Header] = []
     if error.http_status in (429, 503):
         headers.append((b"retry-after", str(RETRY_AFTER_S).encode()))
-    if error.http_status == 413:
+    if error.http_status in (408, 413) or error.code == "draining":
         headers.append((b"connection", b"close"))
     if error.http_status == 504:
         headers.append((b"x-should-retry", b"false"))  # the work was long; a client's blind retry triples it

@@ -40,6 +40,7 @@ class Call:
     def __init__(self, app: App, method: str, path: str, body: bytes, headers: Mapping[str, str], pieces: int) -> None:
         self.reply = Reply()
         self._left = asyncio.Event()
+        self._is_stalled = False
         self._arrived = asyncio.Condition()
         size = max(1, -(-len(body) // pieces))
         self._pieces = [body[at : at + size] for at in range(0, len(body), size)] or [b""]
@@ -67,7 +68,7 @@ class Call:
                 self._arrived.notify_all()
 
     async def _receive(self) -> dict[str, Any]:
-        if self._pieces:
+        if self._pieces and not (self._is_stalled and len(self._pieces) == 1):
             piece = self._pieces.pop(0)
             return {"type": "http.request", "body": piece, "more_body": bool(self._pieces)}
         await self._left.wait()
@@ -93,6 +94,10 @@ class Call:
 
     def leave(self) -> None:
         self._left.set()
+
+    def stall(self) -> None:
+        """The last piece of the body never comes."""
+        self._is_stalled = True
 
     async def end(self) -> Reply:
         await self.task

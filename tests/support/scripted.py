@@ -280,6 +280,7 @@ class ScriptedDecode:
 
     async def outputs(self, gateway_id: GatewayId, gateway_incarnation: Incarnation) -> AsyncIterator[t.StepOutputs]:
         await self._cluster.pass_gate("outputs")
+        await self._cluster.pass_gate(f"outputs-{self._key[0]}")
         yield t.StepOutputs()
         while True:
             message = await self._queue.get()

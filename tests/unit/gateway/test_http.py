@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import gateway.http
 from core import types as t
 from core.errors import DigestMismatch, OutOfBlocks, WorkerLost
 from tests.support.scripted import Fault, Script
@@ -439,3 +440,37 @@ async def test_the_access_log_is_one_line_with_facts(open_site: OpenSite, caplog
     facts = json.loads(json.dumps(vars(record), default=str))
     assert facts["status"] == 200
     assert (facts["outcome"], facts["num_completion_tokens"], facts["stream"]) == ("length", len(ANSWER), True)
+
+
+@pytest.mark.parametrize(
+    ("given", "is_kept"),
+    [
+        ("00-" + "ab" * 16 + "-" + "cd" * 8 + "-01", True),
+        ("", False),
+        ("x", False),
+        ("00-" + "0" * 32 + "-1-01", False),
+    ],
+)
+async def test_every_request_has_a_trace_context(open_site: OpenSite, given: str, is_kept: bool) -> None:
+    async with open_site() as site:
+        reply = await site.client.post(CHAT, chat(), headers={"traceparent": given})
+        sent = site.cluster.requests[0].traceparent
+    assert (sent == given) == is_kept
+    assert is_kept or sent.split("-")[1] == reply.headers["x-request-id"]
+
+
+async def test_a_body_that_never_ends_is_given_up(open_site: OpenSite, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway.http, "BODY_TIMEOUT_S", 0.01)
+    async with open_site() as site:
+        call = site.client.start("POST", CHAT, chat(), pieces=2)
+        call.stall()
+        reply = await call.end()
+    assert (reply.status, reply.json()["error"]["type"]) == (408, "timeout_error")
+
+
+async def test_probes_leave_no_line_in_the_log(open_site: OpenSite, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "gateway.access")
+    async with open_site() as site:
+        for path in ("/health", "/ready", "/metrics"):
+            await site.client.get(path)
+    assert caplog.records == []

@@ -8,6 +8,7 @@ from contextlib import aclosing, asynccontextmanager
 
 import pytest
 
+import gateway.token_streams
 from core import types as t
 from core.clock import MonotonicClock
 from core.errors import (
@@ -346,3 +347,18 @@ async def test_a_stop_given_as_a_special_tokens_text_is_a_stop_id_and_shows_its_
     script = Script(steps=[*STEPS, [eos or 0]], finish_reason=t.FinishReason.STOP, stop_token_id=eos)
     async with rig(script) as r:
         assert await r.text(r.run(rules=TextRules(stop=(EOS_TEXT,)))) == TEXT
+
+
+async def test_a_worker_that_opens_no_token_stream_is_lost_to_the_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway.token_streams, "OPEN_TIMEOUT_S", 0.01)
+    async with rig(Script(steps=STEPS, num_decodes=2)) as r:
+        r.cluster.hold("outputs-decode-0")
+        assert await r.text(r.run()) == TEXT
+        assert r.cluster.places[1].excluded_workers == (("decode-0", 1),)
+
+
+async def test_a_call_that_times_out_before_the_deadline_is_retried() -> None:
+    faults = {1: Fault(on_admit=DeadlineExceeded("decode-0 did not answer in time", worker_id="decode-0"))}
+    async with rig(Script(steps=STEPS, faults=faults, num_decodes=2)) as r:
+        assert await r.text(r.run()) == TEXT
+        assert r.num_attempts == 2
