@@ -1,7 +1,7 @@
 """The one configuration of a cluster: one YAML file for every process, then ``BATON__A__B``, then ``--set a.b=c``.
 
-The only module that reads or writes the process environment. No ``None`` for "auto": say ``auto``. Facts learnt at start
-(block count, vocabulary) are not configuration.
+The only module that reads or writes the process environment. No ``None`` for "auto": say ``auto``. Facts learnt at
+start (block count, vocabulary) are not configuration.
 """
 
 import json
@@ -52,7 +52,8 @@ class KVConfig(_Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     num_blocks: int | Literal["auto"] = "auto"
     memory_bytes: int | Literal["auto"] = "auto"
-    """Size of the KV pool of one worker, when ``num_blocks`` is ``auto``. ``auto`` on CPU: 2 GiB, at most 1/8 of the memory."""
+    """Size of the KV pool of one worker, when ``num_blocks`` is ``auto``. ``auto`` on CPU: 2 GiB, at most 1/8 of the
+    memory."""
 
     @field_validator("num_blocks")
     @classmethod
@@ -73,7 +74,9 @@ class ModelConfigSection(_Section):
     invariant: bool = True
     """Bitwise equal results under any batching (law 3)."""
     kv: KVConfig = KVConfig()
-    pools: dict[Role, PoolConfig] = Field(default_factory=lambda: {Role.PREFILL: PoolConfig(), Role.DECODE: PoolConfig()})
+    pools: dict[Role, PoolConfig] = Field(
+        default_factory=lambda: {Role.PREFILL: PoolConfig(), Role.DECODE: PoolConfig()}
+    )
 
     @field_validator("pools")
     @classmethod
@@ -294,7 +297,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot read config file {path}: {error.strerror}; check the path given to --config") from None
+        raise ConfigError(
+            f"cannot read config file {path}: {error.strerror}; check the path given to --config"
+        ) from None
     except UnicodeDecodeError:
         raise ConfigError(f"config file {path} is not UTF-8 text") from None
     try:
@@ -396,7 +401,8 @@ def set_worker_environment(num_threads: int) -> None:
 
 
 def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment for a child process: this one's without BATON__ settings (the child gets the effective config)."""
+    """The environment for a child process: this one's without BATON__ settings (the child gets the effective
+    config)."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
     environ.update(extra or {})
     return environ

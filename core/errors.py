@@ -4,15 +4,17 @@
 
     ServingError
       RequestError       never retried   InvalidRequest 400 | ContextTooLong 400 | ModelNotFound 404 | NotAllowed 403
-      CapacityError      try later       RateLimited 429 | QuotaExceeded 429 | QueueFull 503 | NoWorker 503 | OutOfBlocks 503
-      TransferError      re-fetch or re-prefill   LeaseExpired | StaleLease | DigestMismatch | TransferStalled | PeerLost
+      CapacityError      try later       RateLimited 429 | QuotaExceeded 429 | QueueFull 503 | NoWorker 503
+                                         | OutOfBlocks 503
+      TransferError      re-fetch or re-prefill   LeaseExpired | StaleLease | DigestMismatch | TransferStalled
+                                         | PeerLost
                                          | LayoutMismatch | BackendFailed
       WorkerError        re-place        WorkerLost | WorkerDraining | StaleIncarnation
       DeadlineExceeded 504 | Cancelled 499 | InternalError 500
       ConfigError        refused at start (never crosses the wire)
 
-Each class has a stable ``slug`` (crosses gRPC in trailing metadata; the client rebuilds the class from it), a gRPC status
-name, an HTTP status, a ``recovery`` and a ``blame``. ``recovery`` is read in one place, ``gateway/pipeline.py``.
+Each class has a stable ``slug`` (crosses gRPC in trailing metadata; the client rebuilds the class from it), a gRPC
+status name, an HTTP status, a ``recovery`` and a ``blame``. ``recovery`` is read in one place, ``gateway/pipeline.py``.
 """
 
 from collections.abc import Iterator
@@ -209,7 +211,8 @@ class InternalError(ServingError):
 
 
 class ConfigError(ServingError):
-    """Refused at start: a bad configuration key, an unreadable model file, a taken port. One line that says how to mend it."""
+    """Refused at start: a bad configuration key, an unreadable model file, a taken port. One line that says how to mend
+    it."""
 
     slug = "config_error"
     grpc_status = "FAILED_PRECONDITION"

@@ -5,6 +5,7 @@ With no actions configured a hit is one dict lookup. Actions (config ``failpoint
 
 ``error:SLUG``   raise that ServingError        ``kill``       SIGKILL this process
 ``pause:S``      wait S seconds                 ``once:ACTION`` only the first time    ``after:N:ACTION`` from hit N+1 on
+``when:PATH:ACTION``  only if the file PATH exists, which is removed: armed from outside, for one process, over restarts
 """
 
 import asyncio
@@ -65,6 +66,13 @@ class Failpoints:
         if kind == "after":
             after, _, rest = argument.partition(":")
             return self._perform(name, rest, count) if count > int(after) else 0.0
+        if kind == "when":
+            path, _, rest = argument.partition(":")
+            try:
+                os.unlink(path)  # atomic: of several processes one acts
+            except FileNotFoundError:
+                return 0.0
+            return self._perform(name, rest, count)
         if kind == "pause":
             return float(argument)
         if kind == "error":

@@ -1,8 +1,8 @@
 """The messages of the hand-off: one control stream per P-D pair, dialled by D, served by P (design.md 4).
 
-D to P: Hello, Open, Claim, Renew, Release, AbortHandoff, Start. P to D: Welcome, Ready, Sealed, Refused, Ended, Drained.
-Each is idempotent by lease and epoch. Order is not assumed: messages for unknown ids wait up to ``lease_s``, aborts leave
-tombstones. Block ids cross the wire, never descriptors; durations, never absolute times.
+D to P: Hello, Open, Claim, Renew, Release, AbortHandoff, Start. P to D: Welcome, Ready, Sealed, Refused, Ended,
+Drained. Each is idempotent by lease and epoch. Order is not assumed: messages for unknown ids wait up to ``lease_s``,
+aborts leave tombstones. Block ids cross the wire, never descriptors; durations, never absolute times.
 """
 
 from dataclasses import dataclass

@@ -91,13 +91,11 @@ class MemoryRegion:
     device: str = "cpu"
 
 
-def hash_blocks(
-    token_ids: Sequence[int], block_size: int, *, salt: str = "", adapter: str = ""
-) -> Iterator[BlockHash]:
+def hash_blocks(token_ids: Sequence[int], block_size: int, *, salt: str = "", adapter: str = "") -> Iterator[BlockHash]:
     """Chained hashes of the complete blocks of ``token_ids``, equal in every process that sees the same tokens.
 
-    Each hash covers its block's tokens and its parent's hash; the chain starts from salt (of the authenticated tenant) and
-    adapter. Never Python's ``hash()``: that is seeded per process. 16 bytes each (BLAKE2b, RFC 7693).
+    Each hash covers its block's tokens and its parent's hash; the chain starts from salt (of the authenticated tenant)
+    and adapter. Never Python's ``hash()``: that is seeded per process. 16 bytes each (BLAKE2b, RFC 7693).
     """
     parent = hashlib.blake2b(f"{salt}\0{adapter}".encode(), digest_size=16).digest()
     for start in range(0, len(token_ids) - block_size + 1, block_size):

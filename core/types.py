@@ -138,8 +138,8 @@ class TokenLogprobs:
 class TokenChunk:
     """Some consecutive tokens of one choice of one attempt.
 
-    ``first_index`` counts generated tokens of the choice from the end of the original prompt. Duplicates and old attempts
-    are dropped by the reader; a gap is an error.
+    ``first_index`` counts generated tokens of the choice from the end of the original prompt. Duplicates and old
+    attempts are dropped by the reader; a gap is an error.
     """
 
     request_id: RequestId
@@ -293,7 +293,8 @@ class AdmitRequest:
 
 
 class AdmitVerdict(StrEnum):
-    """``accepted``: blocks are reserved. ``queued``: an AttemptAccepted follows on the outputs stream. Refusals are errors."""
+    """``accepted``: blocks are reserved. ``queued``: an AttemptAccepted follows on the outputs stream. Refusals are
+    errors."""
 
     ACCEPTED = "accepted"
     QUEUED = "queued"

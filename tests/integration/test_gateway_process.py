@@ -190,7 +190,7 @@ async def test_sigterm_finishes_what_runs_and_exits_cleanly(stage: Stage) -> Non
         stage.process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(5):
             ready = f"{stage.url}/ready"
-            while (await client.get(ready)).json().get("error", {}).get("code") != "draining":  # noqa: ASYNC110
+            while (await client.get(ready)).json().get("error", {}).get("code") != "draining":
                 await asyncio.sleep(0.01)  # another process: there is nothing to await
         stage.cluster.release("token-3")
         assert (await call).json()["choices"][0]["text"] == ANSWER

@@ -1,11 +1,13 @@
-"""The KV that moved is what D computes with: a flipped byte changes the logits, and with digests it is caught and mended."""
+"""The KV that moved is what D computes with: a flipped byte changes the logits, and with digests it is caught and
+mended."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 
-from core.handoff import HandoffOutcome
+from core.config import load_config
+from core.handoff import HandoffOutcome, LinkInfo, PeerInfo
 from core.types import Role
 from engine.engine import Engine
 from kvtransfer.backends.base import Backend, Batch, Identity, Link, Op, OpState, OpStatus
@@ -13,10 +15,7 @@ from kvtransfer.backends.inproc import Fabric
 from kvtransfer.backends.nixl import NixlBackend
 from kvtransfer.layout import Region
 from kvtransfer.memory import REGION_KV, view_memory
-from core.handoff import LinkInfo, PeerInfo
-from tests.support.local_cluster import LocalCluster, load_engine
-from core.config import load_config
-from tests.support.local_cluster import SETTINGS
+from tests.support.local_cluster import SETTINGS, LocalCluster, load_engine
 
 PROMPT = "The capital of France is a city that"
 EXPONENT_BYTE = 3
@@ -75,9 +74,9 @@ class CorruptingBackend:
 
 
 @pytest.fixture(scope="module")
-def engines() -> Iterator[dict[str, Engine]]:
+def engines() -> dict[str, Engine]:
     config = load_config(overrides=SETTINGS, environ={})
-    yield {f"{role}-0": load_engine(config, config.models[0], role) for role in (Role.PREFILL, Role.DECODE)}
+    return {f"{role}-0": load_engine(config, config.models[0], role) for role in (Role.PREFILL, Role.DECODE)}
 
 
 def _logprobs(answer: dict[str, object]) -> list[float]:

@@ -1,6 +1,7 @@
 """A real cluster of real processes on loopback, for integration and fault tests. Nothing outlives its ``async with``."""
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -44,7 +45,7 @@ class ProcessCluster:
         self._events: list[ComponentEvent] = []
         self._reading: asyncio.Task[None] | None = None
         self.router = RouterClient(self.config.router.listen)
-        self.http = httpx.AsyncClient(base_url=self.url, timeout=120)
+        self.http = httpx.AsyncClient(base_url=self.url, timeout=600)
 
     @property
     def url(self) -> str:
@@ -164,3 +165,14 @@ class ProcessCluster:
         assert answer.status_code == 200, answer.text
         result: dict[str, Any] = answer.json()
         return result
+
+    async def streamed_text(self, body: dict[str, Any]) -> str:
+        """The joined deltas of a streamed chat."""
+        parts: list[str] = []
+        async with self.http.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as answer:
+            assert answer.status_code == 200, await answer.aread()
+            async for line in answer.aiter_lines():
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                        parts.append(choice["delta"].get("content") or "")
+        return "".join(parts)

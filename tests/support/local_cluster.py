@@ -1,4 +1,5 @@
-"""A whole cluster inside the test's process: real router, gateway, engines and gRPC, with transfer backends of the test's choice.
+"""A whole cluster inside the test's process: real router, gateway, engines and gRPC, with transfer backends of the
+test's choice.
 
 For what real processes cannot do: flip a byte in flight, look into a pool, stop a step.
 """
@@ -23,8 +24,8 @@ from kvtransfer.backends.base import Backend
 from prefill_worker.service import PrefillRole
 from router.service import RouterServer
 from rpc.clients import RouterClient
-from worker.process import TransferMemory, Worker, load_engine
 from worker.context import WorkerContext, WorkerRole
+from worker.process import TransferMemory, Worker, load_engine
 
 MODEL = "smollm2-135m-instruct"
 SETTINGS = (
@@ -44,7 +45,8 @@ def make_role(context: WorkerContext, memory: TransferMemory) -> WorkerRole:
 class LocalCluster:
     """``async with LocalCluster(make_backend) as cluster``. ``make_backend(worker_id)`` is called once for each worker.
 
-    ``engines`` (by worker id) may be given to share loaded weights between clusters; a worker must be idle to be reused.
+    ``engines`` (by worker id) may be given to share loaded weights between clusters; a worker must be idle to be
+    reused.
     """
 
     def __init__(

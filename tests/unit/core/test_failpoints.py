@@ -1,10 +1,11 @@
 """Failpoints: off by default, exact when armed."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
-from core.errors import ConfigError, DigestMismatch
+from core.errors import ConfigError, DigestMismatch, PeerLost
 from core.failpoints import Failpoints
 
 
@@ -31,6 +32,17 @@ def test_once_and_after_count_hits() -> None:
                 assert "failpoint" in str(error)
                 outcomes[name].append(False)
     assert outcomes == {"a": [False, True, True, True], "b": [True, True, False, False]}
+
+
+def test_when_acts_once_for_each_arming_and_survives_restarts(tmp_path: Path) -> None:
+    armed = tmp_path / "armed"
+    for _ in range(2):  # each round stands for a start of the process
+        failpoints = Failpoints({"a": f"when:{armed}:error:peer_lost"})
+        failpoints.hit("a")
+        armed.touch()
+        with pytest.raises(PeerLost):
+            failpoints.hit("a")
+        failpoints.hit("a")
 
 
 async def test_a_pause_lets_the_loop_run() -> None:

@@ -39,14 +39,12 @@ def test_block_hashes_chain_and_cover_complete_blocks_only() -> None:
     assert list(hash_blocks(tokens[:48], 16)) == hashes
     changed = list(hash_blocks([7, *tokens[1:]], 16))
     assert all(mine != theirs for mine, theirs in zip(hashes, changed, strict=True))
-    assert list(hash_blocks([*tokens[:16], 99, *tokens[17:]], 16))[0] == hashes[0]
+    assert next(hash_blocks([*tokens[:16], 99, *tokens[17:]], 16)) == hashes[0]
 
 
 def test_salt_and_adapter_part_the_chains() -> None:
     tokens = list(range(16))
-    chains = {
-        next(hash_blocks(tokens, 16, salt=salt, adapter=adapter)) for salt in ("", "a") for adapter in ("", "b")
-    }
+    chains = {next(hash_blocks(tokens, 16, salt=salt, adapter=adapter)) for salt in ("", "a") for adapter in ("", "b")}
     assert len(chains) == 4
 
 
