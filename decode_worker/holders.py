@@ -2,11 +2,12 @@
 
 A holder::
 
-    CONNECTING --Welcome, formats equal, link proven--> CONNECTED --stream ends--> LOST (forgotten; the next need dials anew)
+    CONNECTING --Welcome, formats equal, link proven--> CONNECTED --stream ends--> LOST (forgotten; the next
+                                                                                  need dials anew)
         `--refused | handshake_s--> LOST
 
-When a holder is lost, every hand-off that waits on it fails with PeerLost at once. Fetches that already run end by their own
-poll; a grant that is known stays usable (equal digests suffice without P).
+When a holder is lost, every hand-off that waits on it fails with PeerLost at once. Fetches that already run end by
+their own poll; a grant that is known stays usable (equal digests suffice without P).
 """
 
 import asyncio
@@ -111,12 +112,12 @@ class Holder:
         self._outgoing.put_nowait(message)
         return future
 
-    def release(self, handoff_id: HandoffId, lease: LeaseRef, attempt: int, outcome: HandoffOutcome, num_bytes: int) -> None:
+    def release(
+        self, handoff_id: HandoffId, lease: LeaseRef, attempt: int, outcome: HandoffOutcome, num_bytes: int
+    ) -> None:
         """The claim is over. Legal in every state, idempotent at the holder."""
         self._expected.pop(handoff_id, None)
-        self._send(
-            Release(handoff_id=handoff_id, lease=lease, attempt=attempt, outcome=outcome, num_bytes=num_bytes)
-        )
+        self._send(Release(handoff_id=handoff_id, lease=lease, attempt=attempt, outcome=outcome, num_bytes=num_bytes))
 
     def abort(self, handoff_id: HandoffId, attempt: int, reason: str) -> None:
         """Give the hand-off up before its grant was taken."""

@@ -6,9 +6,9 @@ An admission at D::
                         `--split: Open--> OPENED --Sealed--> FETCHING --quiet, verified--> RUNNING
     any state --abort | deadline | typed failure--> over
 
-QUEUED ends by room or by the deadline (the request's, which bounds every state here). OPENED also ends when the holder is
-lost. FETCHING ends by the transfer thread's own limits. Whatever is over has given back its reservation at once; blocks under
-transfer follow when their operations are terminal (custody).
+QUEUED ends by room or by the deadline (the request's, which bounds every state here). OPENED also ends when the holder
+is lost. FETCHING ends by the transfer thread's own limits. Whatever is over has given back its reservation at once;
+blocks under transfer follow when their operations are terminal (custody).
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Token streaming: one outbox for each gateway, one message for each step, whatever is pending coalesced.
 
-The step loop never waits for a reader: it hands results over and goes on. While a gateway is behind, chunks of the same choice
-are merged, so what is pending is bounded by the answers themselves.
+The step loop never waits for a reader: it hands results over and goes on. While a gateway is behind, chunks of the same
+choice are merged, so what is pending is bounded by the answers themselves.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """The decode role (and unified pools): admits, fetches or prefills locally, runs, streams tokens.
 
-The life of an admission is drawn in intake.py, the token stream in outbox.py. Everything here runs on the event loop; the
-engine is reached through the step thread only.
+The life of an admission is drawn in intake.py, the token stream in outbox.py. Everything here runs on the event loop;
+the engine is reached through the step thread only.
 """
 
 import asyncio

@@ -6,8 +6,8 @@ State of a hand-off at P (the lease inside is drawn in kvtransfer/lease.py)::
                 |
                 +--cancel | deadline | ended at token 1--> over
 
-An Open that comes before ``begin`` waits here for up to ``lease_s`` (order is not assumed). Whatever ends a hand-off bumps the
-epoch first and gives the blocks back afterwards. Everything runs on the event loop.
+An Open that comes before ``begin`` waits here for up to ``lease_s`` (order is not assumed). Whatever ends a hand-off
+bumps the epoch first and gives the blocks back afterwards. Everything runs on the event loop.
 """
 
 import asyncio
@@ -113,7 +113,8 @@ class Exports:
             self._claim(early.connection, early.message)
 
     async def seal(self, handoff_id: HandoffId, blocks: list[int], first_tokens: tuple[FirstToken, ...]) -> bool:
-        """Hold ``blocks`` (already leased in the pool) and tell the claimant. False: it is over, the blocks are given back."""
+        """Hold ``blocks`` (already leased in the pool) and tell the claimant. False: it is over, the blocks are given
+        back."""
         context = self._context
         kind = context.digester.kind
         made = await asyncio.to_thread(context.digester.digest, blocks)
@@ -175,9 +176,7 @@ class Exports:
         if TransferMode.READ not in hello.modes:
             raise LayoutMismatch("only READ is offered here")
         context = self._context
-        check_peer(
-            hello.peer, mine=context.format, geometry=context.geometry, backend=context.config.transfer.backend
-        )
+        check_peer(hello.peer, mine=context.format, geometry=context.geometry, backend=context.config.transfer.backend)
         connection = _Connection(hello.peer)
         for other in list(self._connections.values()):
             if other.peer.worker_id == hello.peer.worker_id:
@@ -199,7 +198,8 @@ class Exports:
                 try:
                     self._handle(connection, message)
                 except ServingError as error:
-                    log.info("hand-off message dropped", extra={"kind": type(message).__name__, "reason": error.message})
+                    kind = type(message).__name__
+                    log.info("hand-off message dropped", extra={"kind": kind, "reason": error.message})
         finally:
             connection.outgoing.put_nowait(None)
 
@@ -262,9 +262,7 @@ class Exports:
 
     def _refuse(self, connection: _Connection, message: Open | Claim, error: ServingError) -> None:
         connection.outgoing.put_nowait(
-            Refused(
-                handoff_id=message.handoff_id, attempt=message.attempt, slug=error.slug, message=error.message
-            )
+            Refused(handoff_id=message.handoff_id, attempt=message.attempt, slug=error.slug, message=error.message)
         )
 
     def _lose(self, connection: _Connection) -> None:

@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, replace
 
-from core.errors import Cancelled, ContextTooLong, DeadlineExceeded, InternalError, OutOfBlocks, QueueFull, ServingError
+from core.errors import Cancelled, ContextTooLong, DeadlineExceeded, OutOfBlocks, QueueFull
 from core.handoff import PeerInfo, ToHolder, ToReader
 from core.ids import HandoffId, RequestId
 from core.types import (
@@ -134,9 +134,7 @@ class PrefillRole:
 
     async def abort_prefill(self, request: AbortRequest) -> AbortReply:
         self._tombstones.add(request.request_id, request.attempt)
-        wanted = [
-            key for key in self._attempts if key[0] == request.request_id and request.attempt in (0, key[1])
-        ]
+        wanted = [key for key in self._attempts if key[0] == request.request_id and request.attempt in (0, key[1])]
         found = False
         for key in wanted:
             found |= await self._abort(key, request.reason)
@@ -244,7 +242,8 @@ class PrefillRole:
         room = int(limits.num_blocks * self._context.config.transfer.held_fraction)
         if geometry.blocks_for(num_tokens) > room:
             raise ContextTooLong(
-                f"the prompt needs {geometry.blocks_for(num_tokens)} KV blocks, {self._context.worker_id} may hold {room}; "
+                f"the prompt needs {geometry.blocks_for(num_tokens)} KV blocks, "
+                f"{self._context.worker_id} may hold {room}; "
                 "raise kv.memory_bytes or shorten the prompt",
                 param="prompt",
             )
@@ -271,7 +270,6 @@ class PrefillRole:
 async def _ended(task: "asyncio.Task[PrefillReply]") -> None:
     """Wait for a task of somebody else's; its outcome is its owner's."""
     await asyncio.wait({task})
-
 
 
 def _lease_blocks(engine: Engine, key: SequenceKey) -> list[int]:

@@ -67,8 +67,8 @@ class _Client:
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, worker_id=self._worker_id) from None
         except asyncio.CancelledError:
-            # grpc cancels the call, and with it whoever reads it, when the request iterator raises. That is no cancellation
-            # of our task, and swallowing it would end a long-lived stream without a word.
+            # grpc cancels the call, and with it whoever reads it, when the request iterator raises. That is no
+            # cancellation of our task, and swallowing it would end a long-lived stream without a word.
             if outgoing is not None and outgoing.error is not None:
                 raise InternalError("the request stream failed") from outgoing.error
             raise
@@ -185,8 +185,8 @@ class DecodeClient(_Client):
         return from_pb(t.AbortReply, await self._call(call))
 
     async def outputs(self, gateway_id: GatewayId, gateway_incarnation: Incarnation) -> AsyncIterator[t.StepOutputs]:
-        """The one multiplexed stream of this gateway. Its first message is empty: the stream is registered now, requests
-        may be admitted. It ends by a typed error only (WorkerLost, StaleIncarnation, WorkerDraining)."""
+        """The one multiplexed stream of this gateway. Its first message is empty: the stream is registered now,
+        requests may be admitted. It ends by a typed error only (WorkerLost, StaleIncarnation, WorkerDraining)."""
         request = decode_pb2.OutputsRequest(
             gateway_id=gateway_id,
             gateway_incarnation=gateway_incarnation,
@@ -194,9 +194,7 @@ class DecodeClient(_Client):
         )
         async for message in self._stream(self._stub.Outputs(request)):
             yield from_pb(t.StepOutputs, message)
-        raise StaleIncarnation(
-            f"{self._worker.worker_id} ended the outputs stream", worker_id=self._worker.worker_id
-        )
+        raise StaleIncarnation(f"{self._worker.worker_id} ended the outputs stream", worker_id=self._worker.worker_id)
 
 
 class HandoffClient(_Client):

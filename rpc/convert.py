@@ -30,7 +30,8 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from core import handoff, types as core_types
+from core import handoff
+from core import types as core_types
 from core.errors import InvalidRequest
 from rpc.pb import common_pb2, decode_pb2, handoff_pb2, prefill_pb2, router_pb2
 

@@ -3,7 +3,7 @@
 ::
 
     STARTING --engine loaded, ports bound--> READY --SIGTERM | drain command--> DRAINING --idle | drain_s--> ended
-                                               `--step thread or transfer thread died--> ended (exit code 1: be restarted)
+                                               `--step or transfer thread died--> ended (exit code 1: be restarted)
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from core.clock import MonotonicClock
 from core.config import ClusterConfig, ModelConfigSection
-from core.errors import ConfigError, WorkerLost
+from core.errors import WorkerLost
 from core.failpoints import Failpoints
 from core.handoff import LinkInfo, PeerInfo
 from core.ids import WorkerId, new_incarnation
@@ -306,7 +306,8 @@ class Worker:
 
 
 def _own_core(config: ClusterConfig, num_threads: int, role: Role, worker_id: str) -> int | None:
-    """A core for the step thread: prefill and decode workers of equal number get different ones, as far as there are."""
+    """A core for the step thread: prefill and decode workers of equal number get different ones, as far as there
+    are."""
     number = re.search(r"(\d+)$", worker_id)
     if not config.worker.pin_threads or num_threads != 1 or number is None:
         return None

@@ -1,8 +1,8 @@
 """The one thread that owns the engine: it runs steps, and between steps whatever others ask of the engine.
 
-Others never touch scheduler, sequences or model; they :meth:`~StepThread.submit` a command. The block pool alone is safe from
-any thread. One of the three places that may catch ``Exception`` (design.md 6): a step that fails is the end of the process,
-because the state of the device is unknown; the supervisor starts a new incarnation.
+Others never touch scheduler, sequences or model; they :meth:`~StepThread.submit` a command. The block pool alone is
+safe from any thread. One of the three places that may catch ``Exception`` (design.md 6): a step that fails is the end
+of the process, because the state of the device is unknown; the supervisor starts a new incarnation.
 """
 
 import asyncio
@@ -23,8 +23,8 @@ T = TypeVar("T")
 
 
 class StepThread:
-    """``on_step`` (result, start and end by ``time.monotonic``) and ``on_death`` are called on this thread; they must only hand
-    the result on."""
+    """``on_step`` (result, start and end by ``time.monotonic``) and ``on_death`` are called on this thread; they must
+    only hand the result on."""
 
     def __init__(
         self,

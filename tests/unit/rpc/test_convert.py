@@ -32,7 +32,9 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         inner = next(a for a in typing.get_args(hint) if a is not type(None))
         # "" and None are one on the wire for optional text
-        return st.none() | (values(inner).filter(bool) if getattr(inner, "__supertype__", inner) is str else values(inner))
+        return st.none() | (
+            values(inner).filter(bool) if getattr(inner, "__supertype__", inner) is str else values(inner)
+        )
     if typing.get_origin(hint) is tuple:
         arguments = typing.get_args(hint)
         if arguments[-1] is Ellipsis:
