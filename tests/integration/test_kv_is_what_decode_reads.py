@@ -1,7 +1,6 @@
 """The KV that moved is what D computes with: a flipped byte changes the logits, and with digests it is caught and
 mended."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
