@@ -1,11 +1,12 @@
 """Named failpoints: tests reach a state by its name and not by sleeping.
 
-Code calls ``failpoints.hit("decode.fetched")`` (or ``await failpoints.reach(...)`` on an event loop) at each transition.
-With no actions configured a hit is one dict lookup. Actions (config ``failpoints: {NAME: ACTION}``):
+Code calls ``failpoints.hit("decode.fetched")`` (or ``await failpoints.reach(...)`` on an event loop) at each
+transition. With no actions configured a hit is one dict lookup. Actions (config ``failpoints: {NAME: ACTION}``):
 
 ``error:SLUG``   raise that ServingError        ``kill``       SIGKILL this process
-``pause:S``      wait S seconds                 ``once:ACTION`` only the first time    ``after:N:ACTION`` from hit N+1 on
-``when:PATH:ACTION``  only if the file PATH exists, which is removed: armed from outside, for one process, over restarts
+``pause:S``      wait S seconds                 ``once:ACTION`` only the first time
+``after:N:ACTION``     from hit N+1 on
+``when:PATH:ACTION``   only if the file PATH exists, which is removed: armed from outside, for one process, over restarts
 """
 
 import asyncio

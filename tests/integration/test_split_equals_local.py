@@ -1,12 +1,11 @@
 """The headline: the same prompts through `split`, `local` and the Hugging Face reference give the same tokens (law 3).
 
-One cluster serves the default model twice: by a prefill and a decode worker, and by a unified one. Their step budgets differ,
-so chunks and batches are composed differently, and all prompts run at once.
+One cluster serves the default model twice: by a prefill and a decode worker, and by a unified one. Their step budgets
+differ, so chunks and batches are composed differently, and all prompts run at once.
 """
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -22,7 +21,8 @@ SPLIT, LOCAL = "split-model", "local-model"
 TWO_MODELS = (
     f"models.0.name={SPLIT}",
     "models.0.pools={prefill: {max_step_tokens: 256}, decode: {max_step_tokens: 512, max_sequences: 12}}",
-    f"models.1={{name: {LOCAL}, pools: {{unified: {{max_step_tokens: 384, max_sequences: 7}}}}, kv: {{num_blocks: 400}}}}",
+    f"models.1={{name: {LOCAL}, pools: {{unified: {{max_step_tokens: 384, max_sequences: 7}}}}, "
+    "kv: {num_blocks: 400}}",
 )
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
@@ -67,8 +67,8 @@ async def test_split_equals_local_equals_the_reference(cluster: ProcessCluster, 
         assert len(split[name]) == NUM_TOKENS
         assert split[name] == local[name], name
 
-    # One teacher-forced pass of the reference over prompt and answer: if each token is its choice there, the answer is the
-    # reference's greedy one. A first divergence is allowed at a near tie only.
+    # One teacher-forced pass of the reference over prompt and answer: if each token is its choice there, the answer is
+    # the reference's greedy one. A first divergence is allowed at a near tie only.
     reference = HfReference(open_model("smollm2-135m-instruct"))
     num_ties = 0
     for name, prompt in prompts.items():
@@ -79,11 +79,12 @@ async def test_split_equals_local_equals_the_reference(cluster: ProcessCluster, 
                 assert float(best[0] - best[1]) < MAX_GAP, f"{name}: token {index} is not the reference's"
                 num_ties += 1
                 break
-    print(f"{len(prompts)} prompts, {NUM_TOKENS} tokens each: {num_ties} first divergences at near ties of the reference")
+    print(f"{len(prompts)} prompts, {NUM_TOKENS} tokens each: {num_ties} divergences at near ties of the reference")
 
 
 async def test_a_chat_is_the_same_in_both_modes_plain_and_streamed(cluster: ProcessCluster) -> None:
-    body = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0, "max_tokens": 24}
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    body = {"messages": messages, "temperature": 0, "max_tokens": 24}
     texts = set()
     for model in (SPLIT, LOCAL):
         answer = await cluster.http.post("/v1/chat/completions", json={**body, "model": model})
@@ -94,7 +95,9 @@ async def test_a_chat_is_the_same_in_both_modes_plain_and_streamed(cluster: Proc
     assert "Paris" in texts.pop()
 
 
-async def test_seeded_sampling_is_the_same_in_both_modes(cluster: ProcessCluster, prompts: dict[str, list[int]]) -> None:
+async def test_seeded_sampling_is_the_same_in_both_modes(
+    cluster: ProcessCluster, prompts: dict[str, list[int]]
+) -> None:
     some = {name: prompts[name] for name in ("question", "17 tokens", "257 tokens", "cjk")}
 
     async def sampled(model: str) -> list[list[int]]:

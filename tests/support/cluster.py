@@ -1,4 +1,4 @@
-"""A real cluster of real processes on loopback, for integration and fault tests. Nothing outlives its ``async with``."""
+"""A real cluster of real processes on loopback, for integration and fault tests. Nothing outlives ``async with``."""
 
 import asyncio
 import json
@@ -82,10 +82,10 @@ class ProcessCluster:
 
     def logs(self) -> str:
         """The last lines of every component, for a failing test."""
-        parts = []
-        for path in sorted(self._log_dir.glob("**/*.log")):
-            parts.append(f"--- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-40:]))
-        return "\n".join(parts)
+        return "\n".join(
+            f"--- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-40:])
+            for path in sorted(self._log_dir.glob("**/*.log"))
+        )
 
     def pid(self, component: str) -> int:
         """The process id of the last start of a component."""
@@ -173,6 +173,6 @@ class ProcessCluster:
             assert answer.status_code == 200, await answer.aread()
             async for line in answer.aiter_lines():
                 if line.startswith("data: ") and line != "data: [DONE]":
-                    for choice in json.loads(line.removeprefix("data: "))["choices"]:
-                        parts.append(choice["delta"].get("content") or "")
+                    choices = json.loads(line.removeprefix("data: "))["choices"]
+                    parts += [choice["delta"].get("content") or "" for choice in choices]
         return "".join(parts)

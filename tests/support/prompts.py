@@ -24,7 +24,22 @@ def awkward(tokenizer: Tokenizer) -> dict[str, list[int]]:
         ids: list[int] = tokenizer.encode(content, parse_special=False)
         return ids
 
-    lengths = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1, 127, 256, 257, 513, 700, 2000)
+    lengths = (
+        1,
+        2,
+        BLOCK - 1,
+        BLOCK,
+        BLOCK + 1,
+        2 * BLOCK - 1,
+        2 * BLOCK,
+        2 * BLOCK + 1,
+        127,
+        256,
+        257,
+        513,
+        700,
+        2000,
+    )
     prompts = {f"{n} tokens": of_length(tokenizer, n, start=3 * i) for i, n in enumerate(lengths)}
     prompts |= {
         "question": text("Question: What is the capital of France?\nAnswer:"),
