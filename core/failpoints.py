@@ -4,9 +4,9 @@ Code calls ``failpoints.hit("decode.fetched")`` (or ``await failpoints.reach(...
 transition. With no actions configured a hit is one dict lookup. Actions (config ``failpoints: {NAME: ACTION}``):
 
 ``error:SLUG``   raise that ServingError        ``kill``       SIGKILL this process
-``pause:S``      wait S seconds                 ``once:ACTION`` only the first time
+``pause:S``      wait S seconds or until disarmed  ``once:ACTION`` only the first time
 ``after:N:ACTION``     from hit N+1 on
-``when:PATH:ACTION``   only if the file PATH exists, which is removed: armed from outside, for one process, over restarts
+``when:PATH:ACTION``   only if the file PATH exists, which is removed: armed from outside, over restarts
 """
 
 import asyncio
@@ -17,6 +17,9 @@ import time
 from collections.abc import Mapping
 
 from core.errors import ConfigError, error_from_slug
+
+
+_POLL_S = 0.005
 
 
 class Failpoints:
@@ -42,15 +45,15 @@ class Failpoints:
 
     def hit(self, name: str) -> None:
         """For threads: may raise, sleep or kill."""
-        pause_s = self._fire(name)
-        if pause_s:
-            time.sleep(pause_s)
+        until = time.monotonic() + self._fire(name)
+        while name in self._actions and time.monotonic() < until:
+            time.sleep(min(_POLL_S, until - time.monotonic()))
 
     async def reach(self, name: str) -> None:
         """For coroutines: the same without blocking the loop."""
-        pause_s = self._fire(name)
-        if pause_s:
-            await asyncio.sleep(pause_s)
+        until = time.monotonic() + self._fire(name)
+        while name in self._actions and time.monotonic() < until:
+            await asyncio.sleep(_POLL_S)
 
     def _fire(self, name: str) -> float:
         if name not in self._actions:
