@@ -224,19 +224,20 @@ class DecodeRole:
         await self._end(admission, error)
 
     async def _end(self, admission: Admission, error: ServingError | None) -> None:
-        """The one way out that is not a finish: everything is given back, then the gateway is told (if it must be)."""
-        if self._admissions.get(admission.key) is not admission:
-            return
-        del self._admissions[admission.key]
-        admission.state = AdmissionState.OVER
+        """The one way out that is not a finish. Runs to its end even if the caller (an abort call) is cancelled."""
+        if self._admissions.get(admission.key) is admission:
+            del self._admissions[admission.key]
+            admission.state = AdmissionState.OVER
+            await asyncio.shield(self._scope.spawn(self._give_back(admission, error), name="give-back"))
+
+    async def _give_back(self, admission: Admission, error: ServingError | None) -> None:
+        """Everything is given back, then the gateway is told (if it must be)."""
         if admission in self._queue:
             self._queue.remove(admission)
-        task = admission.task
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-        sequence = admission.sequence
-        if sequence is not None:
+        if admission.task is not None:
+            admission.task.cancel()
+            await asyncio.wait({admission.task})
+        if admission.sequence is not None:
             key = admission.key
             await self._context.steps.call(lambda engine: engine.remove(key))
         if admission.reservation is not None:

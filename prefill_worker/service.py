@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from core.errors import Cancelled, ContextTooLong, DeadlineExceeded, OutOfBlocks, QueueFull
 from core.handoff import PeerInfo, ToHolder, ToReader
 from core.ids import HandoffId, RequestId
+from core.tasks import TaskScope
 from core.types import (
     AbortReply,
     AbortRequest,
@@ -61,7 +62,7 @@ class PrefillRole:
         self._tombstones = Tombstones(context.clock, 2 * context.config.transfer.lease_s)
         self._room_turn = asyncio.Lock()
         self._num_waiting = 0
-        self._reaper: asyncio.Task[None] | None = None
+        self._scope = TaskScope("prefill")
 
     # -- role ---------------------------------------------------------------------------------------------------------
 
@@ -70,7 +71,7 @@ class PrefillRole:
         server.add_handoff(self)
 
     async def start(self) -> None:
-        self._reaper = asyncio.create_task(self.exports.reap(), name="lease-reaper")
+        self._scope.spawn(self.exports.reap(), name="lease-reaper")
 
     def on_step(self, result: StepResult, started_at: float, ended_at: float) -> None:
         for output in result.outputs:
@@ -99,8 +100,7 @@ class PrefillRole:
         for key in list(self._attempts):
             await self._abort(key, "the prefill worker is stopping")
         self.exports.close()
-        if self._reaper is not None:
-            self._reaper.cancel()
+        await self._scope.close()
 
     def connect(self, messages: AsyncIterator[ToHolder]) -> AsyncGenerator[ToReader, None]:
         return self.exports.connect(messages)
@@ -167,14 +167,11 @@ class PrefillRole:
             if output.error is not None:
                 raise output.error
             first = _first_token(output)
+            is_over = True  # the sequence is off the engine, or will be by what follows
             if first.finish_reason is not None:
                 self.exports.end(handoff_id, Cancelled("the request ended at its first token"))
             else:
-                blocks = await context.steps.call(lambda engine: _lease_blocks(engine, sequence_key))
-                is_over = True
-                attempt.is_held = True
-                await asyncio.shield(self.exports.seal(handoff_id, blocks, (first,)))
-            is_over = True
+                await self._hold(handoff_id, attempt, sequence_key, first)
         finally:
             if not is_over:
                 await asyncio.shield(self._discard(sequence))
@@ -189,6 +186,21 @@ class PrefillRole:
                 num_prompt_tokens_computed=sequence.num_prompt_computed,
             ),
         )
+
+    async def _hold(self, handoff_id: HandoffId, attempt: _Attempt, key: SequenceKey, first: FirstToken) -> None:
+        """Lease the blocks and seal the hand-off. Cancelled half-way, it still runs to its end, and gives all back."""
+
+        async def hold() -> None:
+            blocks = await self._context.steps.call(lambda engine: _lease_blocks(engine, key))
+            attempt.is_held = True
+            await self.exports.seal(handoff_id, blocks, (first,))
+
+        holding = self._scope.spawn(hold(), name=f"hold-{handoff_id[:8]}")
+        try:
+            await asyncio.shield(holding)
+        except asyncio.CancelledError:
+            self.exports.end(handoff_id, Cancelled("cancelled while the hand-off was sealed"))
+            raise
 
     async def _wait_for_room(self, request: PrefillRequest, attempt: _Attempt) -> Reservation:
         """Blocks for the whole prompt and a lease within the quota; the head of the line waits, nobody overtakes it."""

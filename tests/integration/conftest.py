@@ -1,0 +1,27 @@
+"""Engines are expensive to load, so the tests of one session share them. A test leaves them idle."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from core.config import load_config
+from core.types import Role
+from engine.engine import Engine
+from tests.support.local_cluster import SETTINGS
+from worker.process import load_engine
+
+
+@pytest.fixture(scope="session")
+def loaded_engines() -> dict[str, Engine]:
+    config = load_config(overrides=SETTINGS, environ={})
+    return {f"{role}-0": load_engine(config, config.models[0], role) for role in (Role.PREFILL, Role.DECODE)}
+
+
+@pytest.fixture
+def engines(loaded_engines: dict[str, Engine]) -> Iterator[dict[str, Engine]]:
+    """By worker id. Checks laws 1 and 2 when the test is over."""
+    yield loaded_engines
+    for worker_id, engine in loaded_engines.items():
+        counts = engine.pool.counts()
+        assert counts.is_conserved() and counts.is_idle(), (worker_id, counts)
+        assert not engine.has_work, worker_id
