@@ -20,6 +20,7 @@ from core.config import child_environment
 from deploy.launcher import ComponentEvent, ComponentSpec, ComponentState, LaunchError
 
 MAX_LINE_BYTES = 4 << 20
+CONNECT_S = 5.0
 SWEEP_S = 4.0
 """What the guard needs after the driver's end."""
 
@@ -63,6 +64,8 @@ class RayLauncher:
         await self.close()
 
     async def _open(self) -> None:
+        if self._address not in ("local", "auto"):
+            await _check_reachable(self._address)
         ours, theirs = socket.socketpair()
         with theirs, self._open_log() as output:
             environment = dict(RAY_ENVIRONMENT)
@@ -162,3 +165,20 @@ class RayLauncher:
             await self._writer.drain()
         except ConnectionError:
             raise LaunchError("Ray's driver has ended") from None
+
+
+async def _check_reachable(address: str) -> None:
+    """Ray itself would try for minutes. Raises LaunchError when nobody listens at ``host:port``."""
+    host, _, port = address.rpartition(":")
+    try:
+        if not host or not port.isdigit():
+            raise ValueError(f"{address!r} is not HOST:PORT")
+        async with asyncio.timeout(CONNECT_S):
+            _, writer = await asyncio.open_connection(host, int(port))
+    except (OSError, ValueError) as error:
+        raise LaunchError(
+            f"launcher.ray.address: no Ray cluster answers at {address!r} ({error or 'no answer'}); start one with "
+            "`ray start --head`, or set it to 'local' for an embedded one"
+        ) from None
+    writer.close()
+    await writer.wait_closed()
