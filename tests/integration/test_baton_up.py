@@ -177,3 +177,11 @@ def test_status_and_chat_without_a_cluster_say_what_to_do() -> None:
         free = f"127.0.0.1:{probe.getsockname()[1]}"
     assert "baton up" in only_error(baton("status", "--router", free))
     assert "baton up" in only_error(baton("chat", "hello", "--url", f"http://{free}"))
+
+
+def test_a_ray_address_where_nobody_answers_is_told_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        free = f"127.0.0.1:{probe.getsockname()[1]}"
+    result = baton("up", *PORTS, "--set", f"launcher.ray.address={free}")
+    assert result.returncode != 0
+    assert f"no Ray cluster answers at '{free}'" in only_error(result)
