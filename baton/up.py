@@ -3,7 +3,6 @@
 import asyncio
 import json
 import signal
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,6 +20,7 @@ from modelfiles.locate import locate
 READY_POLL_S = 0.2
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAY_AGAIN_S = 10.0
+MAX_REASON_CHARS = 300
 ESSENTIAL = ("router", "gateway")
 """Without one of these the cluster serves nothing; a pool can do without a worker for a while."""
 
@@ -112,8 +112,8 @@ class UpRun:
                     self.say(f"{event.component} is ready, pid {event.pid}")
                 case ComponentState.WAITING:
                     self.say(event.message)
-                case ComponentState.EXITED:
-                    self.say(f"{event.component} ended with exit code {event.exit_code} {event.message}".rstrip())
+                case ComponentState.EXITED if event.exit_code != EXIT_CONFIG:  # else FAILED follows, with the reason
+                    self.say(f"{event.component} ended with exit code {event.exit_code}{_reason(event)}")
                 case ComponentState.FAILED:
                     self._fail(event)
                 case _:
@@ -123,10 +123,9 @@ class UpRun:
         if self._is_up and event.component not in ESSENTIAL:
             self.say(f"{event.component} is given up: {event.message}")
             return
-        for line in event.tail if event.message not in "".join(event.tail) else ():
-            print(f"  {event.component}: {line}", file=sys.stderr)
-        error = ConfigError if event.exit_code == EXIT_CONFIG else LaunchError
-        raise error(f"{event.component}: {event.message}")
+        if event.exit_code == EXIT_CONFIG:
+            raise ConfigError(f"{event.component}: {event.message}")
+        raise LaunchError(f"{event.component}: {event.message}{_reason(event)}; --log-dir DIR keeps the whole log")
 
     async def _wait_until_ready(self) -> None:
         """Until the gateway says that every model can be served, and every component has said that it serves."""
@@ -200,6 +199,12 @@ class _Signals:
         self.was_told_to_stop = True
         assert self._task is not None
         self._task.cancel()
+
+
+def _reason(event: ComponentEvent) -> str:
+    """``: why``, the last thing that the component wrote and that is not a log record."""
+    plain = [line for line in event.tail if not line.startswith("{")]
+    return f": {plain[-1][:MAX_REASON_CHARS]}" if plain else ""
 
 
 def _reachable(listen: str) -> str:

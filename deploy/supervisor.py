@@ -130,7 +130,7 @@ class Supervisor:
             failures += 1
             early_failures = 0 if run.is_ready else early_failures + 1
             if code == EXIT_CONFIG or early_failures >= self.spec.restart.max_early_failures:
-                message = run.error or f"{self.spec.name} ended with exit code {code} before it was ready"
+                message = run.error or f"ended with exit code {code} before it was ready"
                 self._emit(ended(state=ComponentState.FAILED, message=message))
                 return
             delay_s = self.spec.restart.delay_s(failures)
