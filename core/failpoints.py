@@ -18,7 +18,6 @@ from collections.abc import Mapping
 
 from core.errors import ConfigError, error_from_slug
 
-
 _POLL_S = 0.005
 
 

@@ -21,7 +21,9 @@ BODY = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 100, "temper
 
 @pytest.fixture
 async def cluster(engines: dict[str, Engine]) -> AsyncIterator[LocalCluster]:
-    async with LocalCluster(lambda worker_id: NixlBackend(), "transfer.lease_s=4", "transfer.renew_s=1", engines=engines) as it:
+    async with LocalCluster(
+        lambda worker_id: NixlBackend(), "transfer.lease_s=4", "transfer.renew_s=1", engines=engines
+    ) as it:
         yield it
         await _until_idle(it)
 

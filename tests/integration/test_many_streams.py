@@ -1,4 +1,4 @@
-"""Sixteen requests of mixed lengths at once give exactly the answers of solo runs (`invariant`), and leave nothing behind."""
+"""Sixteen requests of mixed lengths at once give exactly the answers of solo runs, and leave nothing behind."""
 
 import asyncio
 from typing import Any
@@ -43,6 +43,9 @@ async def test_more_requests_than_blocks_queue_and_finish(engines: dict[str, Eng
     async with LocalCluster(lambda worker_id: NixlBackend(), engines=engines) as cluster:
         capacity = engines["decode-0"].limits.num_blocks // 16
         answers = await asyncio.gather(
-            *[cluster.complete(f"Number {i} is", max_tokens=240, ignore_eos=True, stop=["."]) for i in range(2 * capacity)]
+            *[
+                cluster.complete(f"Number {i} is", max_tokens=240, ignore_eos=True, stop=["."])
+                for i in range(2 * capacity)
+            ]
         )
     assert all(answer["choices"][0]["finish_reason"] in ("stop", "length") for answer in answers)

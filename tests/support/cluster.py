@@ -176,3 +176,11 @@ class ProcessCluster:
                     choices = json.loads(line.removeprefix("data: "))["choices"]
                     parts += [choice["delta"].get("content") or "" for choice in choices]
         return "".join(parts)
+
+    def stop_later(self, component: str) -> "asyncio.Task[None]":
+        """Stop a component for good (nobody restarts it); the task ends when its process is gone."""
+        return asyncio.create_task(self._stop(component))
+
+    async def _stop(self, component: str) -> None:
+        self.kill(component)  # at once: a graceful stop would let it finish what it does
+        await self.launcher.stop(component)
