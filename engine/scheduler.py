@@ -6,9 +6,10 @@ their KV and recompute after preemption are the same arithmetic (:mod:`engine.se
 
 One call of :meth:`Scheduler.schedule`:
 
-1. Running sequences, oldest first, get the blocks that all their tokens need. When there are none left, the
-   youngest running sequence is preempted: it gives its blocks back and starts over. The oldest is never a victim of
-   others, so the work always advances and preemption cannot become a livelock.
+1. Running sequences, oldest first, get the blocks that all their tokens need. When there are none left, younger ones
+   that wait with a part of what they need lose it; then the youngest running sequence is preempted: it gives its
+   blocks back and starts over. The oldest is never a victim of others, so the work always advances and preemption
+   cannot become a livelock.
 2. Waiting sequences start in order of arrival, each with blocks for all it has. A head of the line that finds no
    room holds a *claim*: blocks that come free are promised to it, so it cannot starve. Behind it only those may start
    whose blocks are theirs already (KV that arrived, a reservation): they take nothing from it.
@@ -127,8 +128,7 @@ class Scheduler:
                     sequence.block_table += self._pool.allocate(missing, sequence.reservation)
                     break
                 except OutOfBlocks:
-                    if self._claim is not None and self._claim[0].arrival > sequence.arrival:
-                        self._drop_claim()
+                    if self._take_from_waiting(sequence):
                         continue
                 victim = self.running[-1]
                 self._preempt(victim)
@@ -137,17 +137,42 @@ class Scheduler:
                     break
         return num_preempted
 
+    def _take_from_waiting(self, older: Sequence) -> bool:
+        """Take blocks from one waiting sequence younger than ``older`` that cannot start. False when there is none.
+
+        Without this, sequences that wait with a part of what they need could block each other for ever.
+        """
+        if self._claim is not None and self._claim[0].arrival > older.arrival:
+            self._drop_claim()
+            return True
+        for sequence in reversed(self.waiting):
+            if sequence.arrival <= older.arrival:
+                return False
+            holds = bool(sequence.block_table) or self._promised_blocks(sequence) > 0
+            if holds and self._missing_blocks(sequence) > self._promised_blocks(sequence):
+                self._start_over(sequence)
+                return True
+        return False
+
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self._give_back(sequence)
-        sequence.num_computed = 0
+        self._start_over(sequence)
         sequence.num_preemptions += 1
         sequence.state = SequenceState.WAITING
         insort(self.waiting, sequence, key=_arrival)
 
+    def _start_over(self, sequence: Sequence) -> None:
+        self._give_back(sequence)
+        sequence.num_computed = 0
+
     # -- 2. starting the waiting --------------------------------------------------------------------------------------
 
     def _start_waiting(self, failed: list[tuple[Sequence, ServingError]]) -> None:
+        self._start_those_that_fit(failed)
+        while self.waiting and not self.running and self._take_from_waiting(self.waiting[0]):
+            self._start_those_that_fit(failed)
+
+    def _start_those_that_fit(self, failed: list[tuple[Sequence, ServingError]]) -> None:
         is_blocked = False
         for sequence in tuple(self.waiting):
             if len(self.running) >= self._max_sequences:
@@ -157,9 +182,8 @@ class Scheduler:
                 self.finish(sequence)
                 failed.append((sequence, error))
                 continue
-            promised = sequence.reservation.remaining if sequence.reservation is not None else 0
             missing = max(0, self._missing_blocks(sequence))
-            unpromised = missing - min(promised, missing)
+            unpromised = max(0, missing - self._promised_blocks(sequence))
             if unpromised and (is_blocked or not self._claim_blocks(sequence, unpromised)):
                 is_blocked = True
                 continue
@@ -210,6 +234,9 @@ class Scheduler:
 
     def _missing_blocks(self, sequence: Sequence) -> int:
         return self._blocks_for(len(sequence.tokens)) - len(sequence.block_table)
+
+    def _promised_blocks(self, sequence: Sequence) -> int:
+        return sequence.reservation.remaining if sequence.reservation is not None else 0
 
     def _never_fits(self, sequence: Sequence) -> OutOfBlocks | None:
         needed = self._blocks_for(len(sequence.tokens))

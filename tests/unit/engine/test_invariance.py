@@ -1,16 +1,28 @@
-"""The promise under law 3 on this very machine: a row of a linear layer has the same bits in every company."""
+"""The promise under law 3 on this very machine: a row of a product has the same bits in every company."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from engine.model import linear
+from engine.model.attention import KEY_TILE
 from engine.model.linear import ROW_MULTIPLE, Linear
 
 ROWS = (*range(ROW_MULTIPLE, 65, ROW_MULTIPLE), 72, 96, 128, 160, 252, 256, 320, 384, 508, 512)
 
 
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("num_threads")
 @pytest.mark.parametrize("is_packed", [True, False])
 @pytest.mark.parametrize("shape", [(960, 576), (576, 576), (3072, 576), (576, 1536), (101, 32)])
 def test_rows_do_not_depend_on_their_number_or_place(
@@ -28,3 +40,27 @@ def test_rows_do_not_depend_on_their_number_or_place(
             if first + number <= 512:
                 rows = slice(first, first + number)
                 assert torch.equal(layer(x[rows].contiguous()), expected[rows]), f"{number} rows from {first}"
+
+
+@pytest.mark.usefixtures("num_threads")
+def test_rows_of_batched_products_do_not_depend_on_their_number_or_batch() -> None:
+    """Scores and weighted values of attention: tiles of fixed size, any number of rows, any number of sequences."""
+    generator = torch.Generator().manual_seed(0)
+    head_dim, num_keys = 64, 4 * KEY_TILE
+    q = torch.randn(1, 192, head_dim, generator=generator)
+    keys, values = (torch.randn(1, num_keys, head_dim, generator=generator) for _ in range(2))
+    scores = torch.bmm(q, keys.transpose(1, 2))
+    weights = scores.softmax(-1)
+    first = torch.bmm(weights[:, :, :KEY_TILE], values[:, :KEY_TILE])
+    second = torch.baddbmm(first, weights[:, :, KEY_TILE : 2 * KEY_TILE], values[:, KEY_TILE : 2 * KEY_TILE])
+    for number in range(ROW_MULTIPLE, 193, ROW_MULTIPLE):
+        for batch in (1, 3, 24):
+            rows = [each[:, 192 - number :].expand(batch, -1, -1).contiguous() for each in (q, weights)]
+            for some_keys in (KEY_TILE, num_keys):
+                k = keys[:, :some_keys].expand(batch, -1, -1).contiguous()
+                assert torch.equal(torch.bmm(rows[0], k.transpose(1, 2))[-1], scores[0, 192 - number :, :some_keys])
+            v = values.expand(batch, -1, -1).contiguous()
+            out = torch.bmm(rows[1][:, :, :KEY_TILE], v[:, :KEY_TILE])
+            assert torch.equal(out[-1], first[0, 192 - number :])
+            out.baddbmm_(rows[1][:, :, KEY_TILE : 2 * KEY_TILE], v[:, KEY_TILE : 2 * KEY_TILE])
+            assert torch.equal(out[-1], second[0, 192 - number :])
