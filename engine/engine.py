@@ -10,19 +10,20 @@ frees them when the sequence is refused, finishes, fails or is removed. A paused
 detached (then they are the caller's, who may lease them before freeing) or removed.
 """
 
-import os
 import time
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 
-from core.errors import ConfigError, ContextTooLong, InvalidRequest, ServingError
-from core.kv import KVFormat, KVGeometry, MemoryRegion
-from core.types import FinishReason, SamplingParams, TokenLogprobs
+from core.errors import InvalidRequest, ServingError
+from core.kv import KVGeometry, MemoryRegion
+from core.types import FinishReason, TokenLogprobs
 from engine.batch import build_batch
 from engine.block_pool import BlockPool
-from engine.kv_cache import KVCache, KVShape, num_blocks_for
+from engine.checks import check_sequence
+from engine.config import EngineConfig as EngineConfig
+from engine.config import resolve
+from engine.kv_cache import KVCache
 from engine.model.decoder import Decoder
 from engine.model.linear import ROW_MULTIPLE
 from engine.sampler import Sampled, sample
@@ -30,41 +31,6 @@ from engine.scheduler import Chunk, Scheduler
 from engine.sequence import Sequence, SequenceKey, SequenceState
 from engine.stopping import finish_of
 from modelfiles.model import ModelFiles
-
-AUTO_MEMORY_BYTES = 2 << 30
-AUTO_MEMORY_DIVISOR = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """What may be chosen. ``auto`` is resolved at start and then found in :class:`EngineLimits`."""
-
-    block_size: int = 16
-    num_blocks: int | Literal["auto"] = "auto"
-    memory_bytes: int | Literal["auto"] = "auto"
-    """Of the KV cache, when ``num_blocks`` is ``auto``. ``auto``: 2 GiB, at most an eighth of the machine's memory."""
-    max_step_tokens: int = 2048
-    max_sequences: int = 64
-    max_context: int | Literal["auto"] = "auto"
-    """``auto``: what the model was trained for."""
-    dtype: str = "auto"
-    """Of weights and arithmetic. ``auto`` is float32, the only one on CPU so far."""
-    kv_dtype: str = "auto"
-    invariant: bool = True
-    """Law 3 bitwise: rows of a step are padded so that none depends on the others."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineLimits:
-    """Facts learnt at start."""
-
-    num_blocks: int
-    block_size: int
-    block_bytes: int
-    max_context: int
-    vocab_size: int
-    max_sequences: int
-    max_step_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,54 +91,10 @@ class Engine:
     """
 
     def __init__(self, files: ModelFiles, config: EngineConfig, *, model: Decoder | None = None) -> None:
-        shapes = files.config
-        dtype = _dtype("dtype", config.dtype)
-        kv_dtype = _dtype("kv.dtype", config.kv_dtype)
-        max_context = shapes.max_context if config.max_context == "auto" else config.max_context
-        if max_context > shapes.max_context:
-            raise ConfigError(
-                f"models[].max_context is {max_context}, {files.path} was made for {shapes.max_context}: lower it"
-            )
-        if config.max_sequences > config.max_step_tokens:
-            raise ConfigError(
-                f"max_sequences ({config.max_sequences}) exceeds max_step_tokens ({config.max_step_tokens}): "
-                "a step has one token for every running sequence; raise max_step_tokens or lower max_sequences"
-            )
-        shape = KVShape(
-            block_size=config.block_size,
-            num_layers=shapes.num_layers,
-            num_kv_heads=shapes.num_kv_heads,
-            head_dim=shapes.head_dim,
-            dtype=kv_dtype,
-        )
-        num_blocks = config.num_blocks
-        if num_blocks == "auto":
-            memory_bytes = _auto_memory_bytes() if config.memory_bytes == "auto" else config.memory_bytes
-            num_blocks = num_blocks_for(shape, memory_bytes=memory_bytes, min_tokens=max_context)
-        template = files.chat_template()
-        self.format = KVFormat(
-            model_digest=files.digest,
-            tokenizer_digest=files.tokenizer().digest,
-            template_digest="" if template is None else template.digest,
-            compute_dtype=dtype,
-            kv_dtype=kv_dtype,
-            quantisation="none",
-            num_layers=shapes.num_layers,
-            num_kv_heads=shapes.num_kv_heads,
-            head_dim=shapes.head_dim,
-        )
-        self.limits = EngineLimits(
-            num_blocks=num_blocks,
-            block_size=config.block_size,
-            block_bytes=shape.block_bytes,
-            max_context=max_context,
-            vocab_size=shapes.vocab_size,
-            max_sequences=config.max_sequences,
-            max_step_tokens=config.max_step_tokens,
-        )
-        self.model = Decoder(files, max_context=max_context) if model is None else model
-        self.cache = KVCache(shape, num_blocks)
-        self.pool = BlockPool(num_blocks)
+        self.format, shape, self.limits = resolve(files, config)
+        self.model = Decoder(files, max_context=self.limits.max_context) if model is None else model
+        self.cache = KVCache(shape, self.limits.num_blocks)
+        self.pool = BlockPool(self.limits.num_blocks)
         self._totals = EngineCounters()
         self._scheduler = Scheduler(
             self.pool,
@@ -218,7 +140,7 @@ class Engine:
         try:
             if sequence.key in self._sequences:
                 raise InvalidRequest(f"request {sequence.key.request_id} is running here already")
-            self._check(sequence)
+            check_sequence(sequence, self.limits)
         except ServingError:
             self._scheduler.finish(sequence)
             raise
@@ -322,40 +244,3 @@ class Engine:
     def _end(self, sequence: Sequence) -> None:
         self._scheduler.finish(sequence)
         del self._sequences[sequence.key]
-
-    def _check(self, sequence: Sequence) -> None:
-        """The last line of defence: a bad id must fail its own request, not an index operation of everybody's step."""
-        sampling, vocab_size = sequence.sampling, self.limits.vocab_size
-        if len(sequence.tokens) >= self.limits.max_context:
-            raise ContextTooLong(
-                f"{len(sequence.tokens)} tokens leave no room for an answer in a context of {self.limits.max_context}"
-            )
-        if sequence.num_generated >= sampling.max_tokens:
-            raise InvalidRequest(f"{sequence.num_generated} tokens are generated, max_tokens is {sampling.max_tokens}")
-        if sampling.grammar:
-            raise InvalidRequest("structured output is not supported by this worker")
-        if sampling.prompt_logprobs is not None:
-            raise InvalidRequest("prompt_logprobs is not supported by this worker", param="prompt_logprobs")
-        for param, ids in _ids_of(sequence.tokens, sampling):
-            if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
-                raise InvalidRequest(f"{param} has a token id outside 0..{vocab_size - 1}", param=param)
-
-
-def _ids_of(tokens: list[int], sampling: SamplingParams) -> tuple[tuple[str, list[int]], ...]:
-    return (
-        ("prompt", tokens),
-        ("stop_token_ids", [*sampling.eos_token_ids, *sampling.stop_token_ids]),
-        ("logit_bias", [token_id for token_id, _ in sampling.logit_bias]),
-        ("allowed_token_ids", list(sampling.allowed_token_ids)),
-        ("bad_words", [token_id for word in sampling.bad_words for token_id in word]),
-    )
-
-
-def _dtype(name: str, dtype: str) -> str:
-    if dtype not in ("auto", "float32"):
-        raise ConfigError(f"models[].{name} is {dtype}: this build computes in float32 on CPU; say auto or float32")
-    return "float32"
-
-
-def _auto_memory_bytes() -> int:
-    return min(AUTO_MEMORY_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // AUTO_MEMORY_DIVISOR)

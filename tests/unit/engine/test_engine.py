@@ -219,6 +219,12 @@ def test_a_sequence_that_outgrows_the_worker_fails_typed(tiny_files: RandomLlama
         ({"grammar": "root ::= x"}, InvalidRequest),
         ({"max_tokens": 0}, InvalidRequest),
         ({"tokens": [5] * 512}, ContextTooLong),
+        ({"tokens": []}, InvalidRequest),
+        ({"temperature": float("nan")}, InvalidRequest),
+        ({"top_p": 0.0}, InvalidRequest),
+        ({"repetition_penalty": float("inf")}, InvalidRequest),
+        ({"logit_bias": ((5, float("nan")),)}, InvalidRequest),
+        ({"bad_words": ((),)}, InvalidRequest),
     ],
     ids=str,
 )

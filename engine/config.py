@@ -1,0 +1,105 @@
+"""What may be chosen of an engine, and what it comes to on this machine with these files."""
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+from core.errors import ConfigError
+from core.kv import KVFormat
+from engine.kv_cache import KVShape, num_blocks_for
+from modelfiles.model import ModelFiles
+
+AUTO_MEMORY_BYTES = 2 << 30
+AUTO_MEMORY_DIVISOR = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What may be chosen. ``auto`` is resolved at start and then found in :class:`EngineLimits`."""
+
+    block_size: int = 16
+    num_blocks: int | Literal["auto"] = "auto"
+    memory_bytes: int | Literal["auto"] = "auto"
+    """Of the KV cache, when ``num_blocks`` is ``auto``. ``auto``: 2 GiB, at most an eighth of the machine's memory."""
+    max_step_tokens: int = 2048
+    max_sequences: int = 64
+    max_context: int | Literal["auto"] = "auto"
+    """``auto``: what the model was trained for."""
+    dtype: str = "auto"
+    """Of weights and arithmetic. ``auto`` is float32, the only one on CPU so far."""
+    kv_dtype: str = "auto"
+    invariant: bool = True
+    """Law 3 bitwise: rows of a step are padded so that none depends on the others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """Facts learnt at start."""
+
+    num_blocks: int
+    block_size: int
+    block_bytes: int
+    max_context: int
+    vocab_size: int
+    max_sequences: int
+    max_step_tokens: int
+
+
+def resolve(files: ModelFiles, config: EngineConfig) -> tuple[KVFormat, KVShape, EngineLimits]:
+    """Replace every ``auto``. Raises :class:`ConfigError` where the choices cannot work, with the remedy."""
+    model = files.config
+    dtype = _dtype("dtype", config.dtype)
+    kv_dtype = _dtype("kv.dtype", config.kv_dtype)
+    max_context = model.max_context if config.max_context == "auto" else config.max_context
+    if max_context > model.max_context:
+        raise ConfigError(
+            f"models[].max_context is {max_context}, {files.path} was made for {model.max_context}: lower it"
+        )
+    if config.max_sequences > config.max_step_tokens:
+        raise ConfigError(
+            f"max_sequences ({config.max_sequences}) exceeds max_step_tokens ({config.max_step_tokens}): "
+            "a step has one token for every running sequence; raise max_step_tokens or lower max_sequences"
+        )
+    shape = KVShape(
+        block_size=config.block_size,
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=kv_dtype,
+    )
+    num_blocks = config.num_blocks
+    if num_blocks == "auto":
+        memory_bytes = _auto_memory_bytes() if config.memory_bytes == "auto" else config.memory_bytes
+        num_blocks = num_blocks_for(shape, memory_bytes=memory_bytes, min_tokens=max_context)
+    template = files.chat_template()
+    kv_format = KVFormat(
+        model_digest=files.digest,
+        tokenizer_digest=files.tokenizer().digest,
+        template_digest="" if template is None else template.digest,
+        compute_dtype=dtype,
+        kv_dtype=kv_dtype,
+        quantisation="none",
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+    )
+    limits = EngineLimits(
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        block_bytes=shape.block_bytes,
+        max_context=max_context,
+        vocab_size=model.vocab_size,
+        max_sequences=config.max_sequences,
+        max_step_tokens=config.max_step_tokens,
+    )
+    return kv_format, shape, limits
+
+
+def _dtype(name: str, dtype: str) -> str:
+    if dtype not in ("auto", "float32"):
+        raise ConfigError(f"models[].{name} is {dtype}: this build computes in float32 on CPU; say auto or float32")
+    return "float32"
+
+
+def _auto_memory_bytes() -> int:
+    return min(AUTO_MEMORY_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // AUTO_MEMORY_DIVISOR)
