@@ -5,7 +5,8 @@ count as minus infinity, the last tile is always whole. Scores of all tiles, the
 V`` tile by tile, added up from the first tile to the last. So neither the chunk a token was computed in, nor the
 batch, the block size or the padding can change the order of a sum; what remains is that the matrix kernel gives a row
 the same bits for any multiple of :data:`~engine.model.linear.ROW_MULTIPLE` rows
-(tests/unit/engine/test_invariance.py).
+(tests/unit/engine/test_invariance.py). A layer with a sliding window leaves out the tiles that no row of the product
+sees; a tile that another row brought in counts nothing, exactly.
 
 Two shapes of work, one arithmetic: sequences with a single query are batched by length (:class:`_Singles`), chunks go
 by tiles of queries (:class:`_Span`). Index tensors and masks are built once per step and serve all layers.
@@ -14,6 +15,7 @@ Legend: T rows of the step, S sequences of a group, H query heads, K kv heads, G
 (padded), D head_dim, M tiles (rows of the KV cache's ``tiles``).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,28 +54,14 @@ class AttentionPlan:
     def __init__(self, cache: KVCache, spans: Sequence[Span], num_heads: int) -> None:
         self._cache = cache
         self._group = num_heads // cache.geometry.num_kv_heads
-        geometry = cache.geometry
-        rows_of_single: dict[int, list[tuple[int, Span]]] = {}
-        self._spans: list[_Span] = []
-        slot_rows: list[Tensor] = []
+        self._members: list[tuple[int, Span]] = []
         row = 0
         for span in spans:
-            slot_rows.append(_slot_rows(cache, span))
-            if span.num_tokens == 1:
-                rows_of_single.setdefault(_bucket(span.end), []).append((row, span))
-            else:
-                self._spans.append(_Span(cache, span, row, self._group))
+            self._members.append((row, span))
             row += span.num_tokens
         self.num_rows = row
-        per_token_bytes = 2 * geometry.num_kv_heads * geometry.head_dim * geometry.dtype_bytes
-        self._singles: list[_Singles] = []
-        for members in rows_of_single.values():
-            padded = round_up(max(span.end for _, span in members), KEY_TILE)
-            most = max(1, GROUP_BYTES // (padded * per_token_bytes))
-            self._singles += [
-                _Singles(cache, members[first : first + most], self._group) for first in range(0, len(members), most)
-            ]
-        self._slots_T2K = torch.cat(slot_rows)
+        self._slots_T2K = torch.cat([_slot_rows(cache, span) for span in spans])
+        self._work: dict[int | None, _Work] = {}
 
     def write(self, layer: int, kv_T2KD: Tensor) -> None:
         """Store K and V of this step's tokens (rows behind ``num_rows`` are padding) in their slots."""
@@ -82,27 +70,66 @@ class AttentionPlan:
         values = kv_T2KD[: self.num_rows].reshape(-1, geometry.head_dim)
         self._cache.slots.index_copy_(0, rows.view(-1), values)
 
-    def attend(self, layer: int, q_THD: Tensor, out_THD: Tensor) -> None:
-        """``out = softmax(q K^T / sqrt(D)) V`` over each row's context. Call :meth:`write` of the layer first."""
+    def attend(self, layer: int, q_THD: Tensor, out_THD: Tensor, window: int | None = None) -> None:
+        """``out = softmax(q K^T / sqrt(D)) V`` over each row's context. Call :meth:`write` of the layer first.
+
+        With a ``window``, over the row's own key and the ``window - 1`` before it.
+        """
+        work = self._work.get(window)
+        if work is None:
+            work = self._work[window] = _Work.of(self._cache, self._members, self._group, window)
         q_TKGD = q_THD.view(q_THD.shape[0], -1, self._group, q_THD.shape[-1])
         out_TKGD = out_THD.view(q_TKGD.shape)
-        for singles in self._singles:
+        for singles in work.singles:
             singles.attend(layer, q_TKGD, out_TKGD)
-        for span in self._spans:
+        for span in work.spans:
             span.attend(layer, q_TKGD, out_TKGD)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """Index tensors and masks of one step for all layers of one window."""
+
+    singles: "list[_Singles]"
+    spans: "list[_Span]"
+
+    @classmethod
+    def of(cls, cache: KVCache, members: Sequence[tuple[int, Span]], group: int, window: int | None) -> "_Work":
+        geometry = cache.geometry
+        per_token_bytes = 2 * geometry.num_kv_heads * geometry.head_dim * geometry.dtype_bytes
+        spans = [_Span(cache, span, row, group, window) for row, span in members if span.num_tokens > 1]
+        buckets: dict[int, list[tuple[int, Span]]] = {}
+        for row, span in members:
+            if span.num_tokens == 1:
+                seen = span.end - _first_key(cache, span.start, window)
+                buckets.setdefault(_bucket(seen), []).append((row, span))
+        singles: list[_Singles] = []
+        for bucket in buckets.values():
+            longest = max(span.end - _first_key(cache, span.start, window) for _, span in bucket)
+            most = max(1, GROUP_BYTES // (round_up(longest, KEY_TILE) * per_token_bytes))
+            singles += [
+                _Singles(cache, bucket[first : first + most], group, window) for first in range(0, len(bucket), most)
+            ]
+        return cls(singles=singles, spans=spans)
 
 
 class _Singles:
     """One query each of several sequences of similar length."""
 
-    def __init__(self, cache: KVCache, members: Sequence[tuple[int, Span]], group: int) -> None:
+    def __init__(self, cache: KVCache, members: Sequence[tuple[int, Span]], group: int, window: int | None) -> None:
         self._cache = cache
         self._group = group
         self._rows_S = torch.tensor([row for row, _ in members])
-        lengths_S = torch.tensor([span.end for _, span in members])
-        self._num_keys = round_up(int(lengths_S.max()), KEY_TILE)
-        self._tiles_2SKM = _tile_rows(cache, [span for _, span in members], self._num_keys)
-        self._is_behind_S1N = (torch.arange(self._num_keys) >= lengths_S[:, None])[:, None]
+        spans = [span for _, span in members]
+        first_keys = [_first_key(cache, span.start, window) for span in spans]
+        self._num_keys = round_up(
+            max(span.end - first for span, first in zip(spans, first_keys, strict=True)), KEY_TILE
+        )
+        self._tiles_2SKM = _tile_rows(cache, spans, first_keys, self._num_keys)
+        keys_SN = torch.tensor(first_keys)[:, None] + torch.arange(self._num_keys)
+        self._is_unseen_S1N = _is_unseen(keys_SN, torch.tensor([span.start for span in spans])[:, None], window)[
+            :, None
+        ]
 
     def attend(self, layer: int, q_TKGD: Tensor, out_TKGD: Tensor) -> None:
         num_sequences, num_kv_heads = self._tiles_2SKM.shape[1:3]
@@ -112,7 +139,7 @@ class _Singles:
         q = q_TKGD.new_zeros(num_sequences, num_kv_heads, num_rows, head_dim)
         torch.mul(q_TKGD.index_select(0, self._rows_S), head_dim**-0.5, out=q[:, :, : self._group])
         scores = torch.bmm(q.view(num_batch, num_rows, head_dim), keys.transpose(1, 2))
-        scores.view(num_sequences, -1, self._num_keys).masked_fill_(self._is_behind_S1N, NEVER)
+        scores.view(num_sequences, -1, self._num_keys).masked_fill_(self._is_unseen_S1N, NEVER)
         out = _weigh(scores, values).view(num_sequences, num_kv_heads, num_rows, head_dim)
         out_TKGD.index_copy_(0, self._rows_S, out[:, :, : self._group])
 
@@ -120,16 +147,17 @@ class _Singles:
 class _Span:
     """A chunk of one sequence, by tiles of queries."""
 
-    def __init__(self, cache: KVCache, span: Span, first_row: int, group: int) -> None:
+    def __init__(self, cache: KVCache, span: Span, first_row: int, group: int, window: int | None) -> None:
         self._cache = cache
         self._span = span
         self._first_row = first_row
         self._group = group
-        self._num_keys = round_up(span.end, KEY_TILE)
-        self._tiles_21KM = _tile_rows(cache, [span], self._num_keys)
+        first_key = _first_key(cache, span.start, window)
+        self._num_keys = round_up(span.end - first_key, KEY_TILE)
+        self._tiles_21KM = _tile_rows(cache, [span], [first_key], self._num_keys)
         step = max(ROW_MULTIPLE, QUERY_ROWS // group // ROW_MULTIPLE * ROW_MULTIPLE)
         self._query_tiles = [
-            _QueryTile.of(span.start + first, min(step, span.num_tokens - first), group)
+            _QueryTile.of(span.start + first, min(step, span.num_tokens - first), group, window, first_key)
             for first in range(0, span.num_tokens, step)
         ]
 
@@ -142,9 +170,9 @@ class _Span:
         row = 0
         for tile in self._query_tiles:
             q_tile = q[:, row : row + tile.num_padded].reshape(num_kv_heads, -1, head_dim)
-            scores = torch.bmm(q_tile, keys[:, : tile.num_keys].transpose(1, 2))
-            scores[:, :, tile.first_masked :].masked_fill_(tile.is_behind_RN, NEVER)
-            out = _weigh(scores, values).view(num_kv_heads, tile.num_padded, self._group, head_dim)
+            scores = torch.bmm(q_tile, keys[:, tile.keys].transpose(1, 2))
+            scores[:, :, tile.first_masked :].masked_fill_(tile.is_unseen_RN, NEVER)
+            out = _weigh(scores, values[:, tile.keys]).view(num_kv_heads, tile.num_padded, self._group, head_dim)
             at = first + row
             out_TKGD[at : at + tile.num_tokens] = out[:, : tile.num_tokens].transpose(0, 1)
             row += tile.num_tokens
@@ -154,24 +182,41 @@ class _Span:
 class _QueryTile:
     num_tokens: int
     num_padded: int
-    num_keys: int
+    keys: slice
+    """Of the span's gathered keys."""
     first_masked: int
-    """Keys before this one are seen by every row of the tile."""
-    is_behind_RN: Tensor
+    """Of those keys, the ones before this are seen by every row of the tile."""
+    is_unseen_RN: Tensor
 
     @classmethod
-    def of(cls, position: int, num_tokens: int, group: int) -> "_QueryTile":
+    def of(cls, position: int, num_tokens: int, group: int, window: int | None, base: int) -> "_QueryTile":
+        """``base`` is the position of the span's first gathered key."""
         num_padded = round_up(num_tokens, ROW_MULTIPLE)
-        num_keys = round_up(position + num_tokens, KEY_TILE)
-        first_masked = position // KEY_TILE * KEY_TILE
-        positions_R = torch.arange(position, position + num_padded).repeat_interleave(group)
+        first = 0 if window is None else max(0, position - window + 1) // KEY_TILE * KEY_TILE
+        end = round_up(position + num_tokens, KEY_TILE)
+        first_masked = position // KEY_TILE * KEY_TILE if window is None else first
+        positions_R1 = torch.arange(position, position + num_padded).repeat_interleave(group)[:, None]
         return cls(
             num_tokens=num_tokens,
             num_padded=num_padded,
-            num_keys=num_keys,
-            first_masked=first_masked,
-            is_behind_RN=torch.arange(first_masked, num_keys) > positions_R[:, None],
+            keys=slice(first - base, end - base),
+            first_masked=first_masked - first,
+            is_unseen_RN=_is_unseen(torch.arange(first_masked, end), positions_R1, window),
         )
+
+
+def _first_key(cache: KVCache, position: int, window: int | None) -> int:
+    """Where the keys that ``position`` sees begin, rounded down to where both a tile and a block begin."""
+    if window is None:
+        return 0
+    multiple = math.lcm(KEY_TILE, cache.geometry.block_size)
+    return max(0, position - window + 1) // multiple * multiple
+
+
+def _is_unseen(keys: Tensor, positions: Tensor, window: int | None) -> Tensor:
+    if window is None:
+        return keys > positions
+    return (keys > positions) | (keys <= positions - window)
 
 
 def _weigh(scores_BRN: Tensor, values_BND: Tensor) -> Tensor:
@@ -192,15 +237,18 @@ def _gather(cache: KVCache, tiles: Tensor, layer: int, num_batch: int, num_keys:
     return both[0, :, :num_keys], both[1, :, :num_keys]
 
 
-def _tile_rows(cache: KVCache, spans: Sequence[Span], num_keys: int) -> Tensor:
-    """Rows of layer 0 in ``cache.tiles``, ``[k/v, S, K, M]``, enough for ``num_keys``.
+def _tile_rows(cache: KVCache, spans: Sequence[Span], first_keys: Sequence[int], num_keys: int) -> Tensor:
+    """Rows of layer 0 in ``cache.tiles``, ``[k/v, S, K, M]``, enough for ``num_keys`` from each span's first key.
 
     Blocks behind a span's end may be in its table already, but hold another sequence's leavings: the pad block stands
     in.
     """
     geometry = cache.geometry
     num_blocks = geometry.blocks_for(num_keys)
-    tables = [span.block_table[: geometry.blocks_for(span.end)] for span in spans]
+    tables = [
+        span.block_table[first // geometry.block_size : geometry.blocks_for(span.end)]
+        for span, first in zip(spans, first_keys, strict=True)
+    ]
     padded = [[*table, *[cache.pad_block] * (num_blocks - len(table))] for table in tables]
     blocks_SM = torch.tensor(padded)
     heads_K = torch.arange(geometry.num_kv_heads)

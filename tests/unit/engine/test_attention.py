@@ -28,7 +28,7 @@ class Paged:
         self.cache.tensor[: num_blocks + 3] = garbage
         self.table = random.Random(2).sample(range(num_blocks + 3), num_blocks)
 
-    def run(self, *spans: tuple[int, int], is_first: bool = True, layer: int = 1) -> Tensor:
+    def run(self, *spans: tuple[int, int], is_first: bool = True, layer: int = 1, window: int | None = None) -> Tensor:
         """Attention of the given (start, number) spans in one step; earlier keys must have been written."""
         for start, number in spans if is_first else ():
             end, size = start + number, self.cache.geometry.block_size
@@ -42,15 +42,16 @@ class Paged:
         padded = torch.cat([rows, padding])
         out = torch.zeros(len(padded), HEADS, DIM)
         plan.write(layer, self.kv[padded])
-        plan.attend(layer, self.q[padded], out)
+        plan.attend(layer, self.q[padded], out, window)
         return out[: len(rows)]
 
 
-def textbook(paged: Paged) -> Tensor:
-    """Causal attention in float64."""
+def textbook(paged: Paged, window: int = LENGTH) -> Tensor:
+    """Causal attention in float64, each query to its own key and the `window - 1` before it."""
     q, kv = paged.q.double(), paged.kv.double().repeat_interleave(HEADS // KV_HEADS, 2)
     scores = torch.einsum("qhd,khd->hqk", q, kv[:, 0]) * DIM**-0.5
-    scores.masked_fill_(torch.ones(LENGTH, LENGTH).triu(1).bool(), float("-inf"))
+    seen = torch.ones(LENGTH, LENGTH).tril().triu(1 - window).bool()
+    scores.masked_fill_(~seen, float("-inf"))
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), kv[:, 1])
 
 
@@ -90,3 +91,16 @@ def test_leavings_of_other_sequences_are_never_seen() -> None:
     clean, dirty = Paged(garbage=0.0), Paged()
     for start, number in ((0, 130), (130, 1), (131, 1), (132, 90)):
         assert torch.equal(dirty.run((start, number)), clean.run((start, number)))
+
+
+@pytest.mark.parametrize("window", [1, 2, 100, 128, 129, 300, 699, 1000])
+def test_a_window_equals_the_textbook_and_its_bits_do_not_depend_on_chunks_or_blocks(window: int) -> None:
+    whole = Paged().run((0, LENGTH), window=window)
+    assert torch.allclose(whole.double(), textbook(Paged(), window), atol=1e-5)
+    for chunk, block_size in ((1, 16), (7, 24), (64, 128), (129, 200), (512, 1)):
+        paged = Paged(block_size)
+        parts = [paged.run((start, min(chunk, LENGTH - start)), window=window) for start in range(0, LENGTH, chunk)]
+        assert torch.equal(torch.cat(parts), whole), f"chunks of {chunk}, blocks of {block_size}"
+    paged.run((0, LENGTH))
+    mates = paged.run((640, 1), (5, 1), (127, 1), (300, 60), (699, 1), is_first=False, window=window)
+    assert torch.equal(mates, torch.cat([whole[640:641], whole[5:6], whole[127:128], whole[300:360], whole[699:]]))
