@@ -25,7 +25,6 @@ from engine.config import EngineConfig as EngineConfig
 from engine.config import resolve
 from engine.kv_cache import KVCache
 from engine.model.decoder import Decoder
-from engine.model.linear import ROW_MULTIPLE
 from engine.sampler import Sampled, sample
 from engine.scheduler import Chunk, Scheduler
 from engine.sequence import Sequence, SequenceKey, SequenceState
@@ -92,7 +91,11 @@ class Engine:
 
     def __init__(self, files: ModelFiles, config: EngineConfig, *, model: Decoder | None = None) -> None:
         self.format, shape, self.limits = resolve(files, config)
-        self.model = Decoder(files, max_context=self.limits.max_context) if model is None else model
+        self.model = (
+            Decoder(files, max_context=self.limits.max_context, dtype=self.format.compute_dtype)
+            if model is None
+            else model
+        )
         self.cache = KVCache(shape, self.limits.num_blocks)
         self.pool = BlockPool(self.limits.num_blocks)
         self._totals = EngineCounters()
@@ -102,7 +105,7 @@ class Engine:
             max_step_tokens=config.max_step_tokens,
             max_sequences=config.max_sequences,
         )
-        self._row_multiple = ROW_MULTIPLE if config.invariant else 1
+        self._row_multiple = self.model.row_multiple if config.invariant else 1
         self._sequences: dict[SequenceKey, Sequence] = {}
 
     # -- facts --------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from core.errors import ConfigError
-from engine.model.linear import Linear
 from modelfiles.config import SUPPORTED_ARCHITECTURES
 from modelfiles.model import ModelFiles
 
@@ -40,8 +39,10 @@ class WeightReader:
         # A copy: the array may be a read-only view of the file, which must not stay mapped.
         return torch.from_numpy(np.array(array, dtype=np.float32, order="C"))
 
-    def linear(self, parts: Mapping[str, int], num_inputs: int) -> Linear:
-        """Several projections of one input as one product: ``parts`` maps module names to their number of outputs."""
+    def fused(self, parts: Mapping[str, int], num_inputs: int) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of several projections of one input as one: ``parts`` maps module names to their number of
+        outputs.
+        """
         weight = torch.cat([self.tensor(f"{name}.weight", size, num_inputs) for name, size in parts.items()])
         bias = None
         if any(self.has(f"{name}.bias") for name in parts):
@@ -51,4 +52,4 @@ class WeightReader:
                     for name, size in parts.items()
                 ]
             )
-        return Linear(weight, bias)
+        return weight, bias

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine.model import linear
+from engine.model import linear_float32
 from engine.model.attention import KEY_TILE
-from engine.model.linear import ROW_MULTIPLE, Linear
+from engine.model.linear import ROW_MULTIPLE
+from engine.model.linear_float32 import Float32Linear
 
 ROWS = (*range(ROW_MULTIPLE, 65, ROW_MULTIPLE), 72, 96, 128, 160, 252, 256, 320, 384, 508, 512)
 
@@ -28,11 +29,11 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
 def test_rows_do_not_depend_on_their_number_or_place(
     shape: tuple[int, int], is_packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if is_packed and not linear.has_packed_kernel():
+    if is_packed and not linear_float32.has_packed_kernel():
         pytest.skip("this torch has no packed kernel")
-    monkeypatch.setattr(linear, "has_packed_kernel", lambda: is_packed)
+    monkeypatch.setattr(linear_float32, "has_packed_kernel", lambda: is_packed)
     generator = torch.Generator().manual_seed(0)
-    layer = Linear(torch.randn(shape, generator=generator), torch.randn(shape[0], generator=generator))
+    layer = Float32Linear(torch.randn(shape, generator=generator), torch.randn(shape[0], generator=generator))
     x = torch.randn(512, shape[1], generator=generator)
     expected = layer(x)
     for number in ROWS:
