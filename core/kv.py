@@ -91,14 +91,17 @@ class MemoryRegion:
     device: str = "cpu"
 
 
-def hash_blocks(token_ids: Sequence[int], block_size: int, *, salt: str = "", adapter: str = "") -> Iterator[BlockHash]:
+def hash_blocks(
+    token_ids: Sequence[int], block_size: int, *, salt: str = "", adapter: str = "", known: Sequence[BlockHash] = ()
+) -> Iterator[BlockHash]:
     """Chained hashes of the complete blocks of ``token_ids``, equal in every process that sees the same tokens.
 
     Each hash covers its block's tokens and its parent's hash; the chain starts from salt (of the authenticated tenant)
     and adapter. Never Python's ``hash()``: that is seeded per process. 16 bytes each (BLAKE2b, RFC 7693).
+    ``known`` are the hashes of the first blocks, if the caller has them: those behind them are made.
     """
-    parent = hashlib.blake2b(f"{salt}\0{adapter}".encode(), digest_size=16).digest()
-    for start in range(0, len(token_ids) - block_size + 1, block_size):
+    parent = known[-1] if known else hashlib.blake2b(f"{salt}\0{adapter}".encode(), digest_size=16).digest()
+    for start in range(len(known) * block_size, len(token_ids) - block_size + 1, block_size):
         block = token_ids[start : start + block_size]
         parent = hashlib.blake2b(struct.pack(f"<{block_size}I", *block), key=parent, digest_size=16).digest()
         yield BlockHash(parent)

@@ -7,6 +7,7 @@ from typing import Literal
 from core.errors import ConfigError
 from core.kv import KVFormat
 from engine.kv_cache import KVShape, num_blocks_for
+from engine.scheduler import Policy
 from modelfiles.model import ModelFiles
 
 AUTO_MEMORY_BYTES = 2 << 30
@@ -30,6 +31,13 @@ class EngineConfig:
     kv_dtype: str = "auto"
     invariant: bool = True
     """Law 3 bitwise: rows of a step are padded so that none depends on the others."""
+    prefix_cache: bool = True
+    """Keep complete blocks for their content, and share them."""
+    policy: Policy = "fcfs"
+    max_mixed_tokens: int = 256
+    """Prompt tokens of a step in which answers advance too: what a prompt may add to the time between two tokens."""
+    projected_tokens: int = 64
+    """Room for so many more tokens of each running sequence is kept free when others start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,22 +11,25 @@ detached (then they are the caller's, who may lease them before freeing) or remo
 """
 
 import time
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 import torch
 
-from core.errors import InvalidRequest, ServingError
-from core.kv import KVGeometry, MemoryRegion
+from core.errors import InternalError, InvalidRequest, ServingError
+from core.ids import BlockHash
+from core.kv import KVGeometry, MemoryRegion, hash_blocks
 from core.types import FinishReason, TokenLogprobs
 from engine.batch import build_batch
 from engine.block_pool import BlockPool
+from engine.block_table import BlockTables
 from engine.checks import check_sequence
 from engine.config import EngineConfig as EngineConfig
 from engine.config import resolve
 from engine.kv_cache import KVCache
 from engine.model.decoder import Decoder
 from engine.sampler import Sampled, sample
-from engine.scheduler import Chunk, Scheduler
+from engine.scheduler import Chunk, Limits, Scheduler
 from engine.sequence import Sequence, SequenceKey, SequenceState
 from engine.stopping import finish_of
 from modelfiles.model import ModelFiles
@@ -43,6 +46,8 @@ class EngineCounters:
     num_steps: int = 0
     prompt_tokens_computed: int = 0
     """Tokens of original prompts, recomputation included."""
+    prompt_tokens_cached: int = 0
+    """Tokens of original prompts that were found in the prefix cache."""
     tokens_computed: int = 0
     tokens_generated: int = 0
     num_preemptions: int = 0
@@ -99,11 +104,23 @@ class Engine:
         self.cache = KVCache(shape, self.limits.num_blocks)
         self.pool = BlockPool(self.limits.num_blocks)
         self._totals = EngineCounters()
-        self._scheduler = Scheduler(
+        self._is_caching = config.prefix_cache
+        self._tables = BlockTables(
             self.pool,
             block_size=config.block_size,
-            max_step_tokens=config.max_step_tokens,
-            max_sequences=config.max_sequences,
+            copy_block=self.cache.copy_block,
+            is_caching=config.prefix_cache,
+        )
+        self._scheduler = Scheduler(
+            self.pool,
+            self._tables,
+            Limits(
+                max_step_tokens=config.max_step_tokens,
+                max_sequences=config.max_sequences,
+                max_mixed_tokens=config.max_mixed_tokens,
+                projected_tokens=config.projected_tokens,
+                policy=config.policy,
+            ),
         )
         self._row_multiple = self.model.row_multiple if config.invariant else 1
         self._sequences: dict[SequenceKey, Sequence] = {}
@@ -121,6 +138,16 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return self._scheduler.has_work
+
+    @property
+    def num_growth_blocks(self) -> int:
+        """Blocks that running sequences are projected to want beyond what they were promised. From any thread."""
+        return self._scheduler.num_growth_blocks
+
+    def hash_prefix(self, tokens: Seq[int], salt: str) -> list[BlockHash]:
+        """Hashes under which the complete blocks of ``tokens`` may be found in the pool. From any thread; nothing
+        without a prefix cache."""
+        return list(hash_blocks(tokens, self.limits.block_size, salt=salt)) if self._is_caching else []
 
     def counters(self) -> EngineCounters:
         """Cheap, and safe from any thread: a step may be between two of the numbers."""
@@ -149,6 +176,17 @@ class Engine:
             raise
         self._sequences[sequence.key] = sequence
         self._scheduler.add(sequence)
+
+    def fork(self, parent: Sequence, children: Seq[Sequence]) -> None:
+        """Add choices that share the blocks of ``parent`` copy-on-write.
+
+        A child has no blocks yet; its first ``num_computed`` tokens are also the parent's, and computed there. One
+        that has no token of its own yet leaves its last one to be computed (``num_computed = len(tokens) - 1``): it
+        then draws its next token itself. ``parent`` is in any state in which it has its blocks.
+        """
+        for child in children:
+            self._tables.fork(parent, child)
+            self.add(child)
 
     def remove(self, key: SequenceKey) -> bool:
         """Abort: blocks and reservation are back when this returns. False when the sequence is not (or no longer)
@@ -203,17 +241,27 @@ class Engine:
         if batch.sampled:
             logits_RV = self.model.logits(hidden_TH[batch.sampled_rows_R])[: len(batch.sampled)]
             sampled = sample(logits_RV, [chunk.sequence for chunk in batch.sampled])
-        num_prompt = 0
+        broken = {
+            chunk.sequence.key
+            for chunk, each in zip(batch.sampled, sampled, strict=True)
+            if isinstance(each.error, InternalError)
+        }
+        num_prompt = num_cached = 0
         for chunk in chunks:
             sequence = chunk.sequence
+            if sequence.num_tokens_computed == 0:
+                num_cached += sequence.num_cached
             if sequence.first_step_at is None:
                 sequence.first_step_at = started_at
             num_prompt += sequence.mark_computed(chunk.num_tokens)
+            if sequence.key not in broken:
+                self._tables.publish(sequence)
         totals = self._totals
         self._totals = replace(
             totals,
             num_steps=totals.num_steps + 1,
             prompt_tokens_computed=totals.prompt_tokens_computed + num_prompt,
+            prompt_tokens_cached=totals.prompt_tokens_cached + num_cached,
             tokens_computed=totals.tokens_computed + batch.num_tokens,
             num_padded_rows=totals.num_padded_rows + len(batch.tokens_T) - batch.num_tokens,
         )
@@ -221,7 +269,7 @@ class Engine:
 
     def _apply(self, sequence: Sequence, sampled: Sampled) -> SequenceOutput:
         if sampled.error is not None:
-            self._end(sequence)
+            self._end(sequence, is_broken=isinstance(sampled.error, InternalError))
             return SequenceOutput(sequence=sequence, error=sampled.error)
         sequence.tokens.append(sampled.token_id)
         finish = finish_of(
@@ -244,6 +292,6 @@ class Engine:
             stop_token_id=None if finish is None else finish.stop_token_id,
         )
 
-    def _end(self, sequence: Sequence) -> None:
-        self._scheduler.finish(sequence)
+    def _end(self, sequence: Sequence, *, is_broken: bool = False) -> None:
+        self._scheduler.finish(sequence, is_broken=is_broken)
         del self._sequences[sequence.key]

@@ -88,3 +88,9 @@ class KVCache:
         """
         for block in blocks:
             self.tensor[block].zero_()
+
+    def copy_block(self, source: int, target: int, num_slots: int) -> None:
+        """Copy the first ``num_slots`` tokens of a block (it may be the target); the rest of the target becomes
+        zero."""
+        self.tensor[target, ..., :num_slots, :] = self.tensor[source, ..., :num_slots, :]
+        self.tensor[target, ..., num_slots:, :] = 0

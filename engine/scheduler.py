@@ -1,29 +1,52 @@
 """The one scheduler: each step hands out a token budget so that what is computed catches up with what each sequence
 has.
 
-It knows no prefill and no decode. Chunked prefill, continuous batching, local prefill, sequences that arrive with
-their KV and recompute after preemption are the same arithmetic (:mod:`engine.sequence`).
+It knows no prefill and no decode. Chunked prefill, continuous batching, prefix hits, local prefill, sequences that
+arrive with their KV and recompute after preemption are the same arithmetic (:mod:`engine.sequence`).
 
-One call of :meth:`Scheduler.schedule`:
+Everything goes by *rank*: arrival under the policy ``fcfs``, priority (lower first) and then arrival under
+``priority``. One call of :meth:`Scheduler.schedule`:
 
-1. Running sequences, oldest first, get the blocks that all their tokens need. When there are none left, younger ones
-   that wait with a part of what they need lose it; then the youngest running sequence is preempted: it gives its
-   blocks back and starts over. The oldest is never a victim of others, so the work always advances and preemption
-   cannot become a livelock.
-2. Waiting sequences start in order of arrival, each with blocks for all it has. A head of the line that finds no
+1. Running sequences, first by rank, get the blocks that all their tokens need. When there are none left, sequences
+   behind them that wait with a part of what they need lose it; then the last running sequence (lowest priority, then
+   youngest) is preempted: it gives its blocks back and starts over. The first is never a victim of others, so the work
+   always advances and preemption cannot become a livelock.
+2. Waiting sequences start in order of rank, each with blocks for all it has, and only while what the running ones are
+   projected to grow by stays free: otherwise it would be preempted for them at once. A head of the line that finds no
    room holds a *claim*: blocks that come free are promised to it, so it cannot starve. Behind it only those may start
    whose blocks are theirs already (KV that arrived, a reservation): they take nothing from it.
 3. The budget: first one token for each sequence that has just one pending (nobody's answer waits for another's
-   prompt), then the rest, oldest first, as far as it goes. ``max_sequences <= max_step_tokens``, so the oldest prompt
-   always advances.
+   prompt), then the rest by rank, as far as it goes, and beside answers at most ``max_mixed_tokens`` (no answer waits
+   long for a prompt's chunk). ``max_sequences <= max_step_tokens``, so the first prompt always advances.
 """
 
 from bisect import insort
 from dataclasses import dataclass
+from typing import Literal
 
 from core.errors import OutOfBlocks, ServingError
 from engine.block_pool import BlockPool, Reservation
+from engine.block_table import BlockTables
 from engine.sequence import Sequence, SequenceState
+
+Policy = Literal["fcfs", "priority"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a scheduler may choose within."""
+
+    max_step_tokens: int
+    max_sequences: int
+    max_mixed_tokens: int
+    """Prompt tokens of a step in which answers advance too."""
+    projected_tokens: int
+    """What a running sequence is projected to grow by, unless it ends before: so much room is left free."""
+    policy: Policy = "fcfs"
+
+    def __post_init__(self) -> None:
+        assert 1 <= self.max_sequences <= self.max_step_tokens, "a step has a token for every running sequence"
+        assert self.max_mixed_tokens >= 1 and self.projected_tokens >= 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,61 +75,67 @@ class Schedule:
     num_preempted: int = 0
 
 
-def _arrival(sequence: Sequence) -> int:
-    return sequence.arrival
-
-
 class Scheduler:
     """Owns the queues and the blocks of the sequences in them. Not thread-safe: it belongs to the step thread."""
 
-    def __init__(self, pool: BlockPool, *, block_size: int, max_step_tokens: int, max_sequences: int) -> None:
-        assert 1 <= max_sequences <= max_step_tokens, "a step has a token for every running sequence"
+    def __init__(self, pool: BlockPool, tables: BlockTables, limits: Limits) -> None:
         self._pool = pool
-        self._block_size = block_size
-        self._max_step_tokens = max_step_tokens
-        self._max_sequences = max_sequences
+        self._tables = tables
+        self._limits = limits
         self._num_arrivals = 0
         self._claim: tuple[Sequence, Reservation] | None = None
         self.running: list[Sequence] = []
-        """By arrival."""
+        """By rank."""
         self.waiting: list[Sequence] = []
-        """By arrival."""
+        """By rank."""
 
     @property
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
 
+    @property
+    def num_growth_blocks(self) -> int:
+        """Blocks that the running sequences are projected to want beyond their promises. From any thread."""
+        return sum(self._tables.num_growth(each, self._limits.projected_tokens) for each in tuple(self.running))
+
     def add(self, sequence: Sequence) -> None:
         """Take a sequence and the blocks it brings."""
         assert sequence.state in (SequenceState.NEW, SequenceState.PAUSED), f"cannot add a {sequence.state} sequence"
         assert sequence.num_pending > 0, "nothing to compute"
-        assert len(sequence.block_table) >= self._blocks_for(sequence.num_computed), "computed tokens without blocks"
+        assert len(sequence.block_table) >= self._tables.blocks_for(sequence.num_computed), (
+            "computed tokens without blocks"
+        )
         if sequence.arrival < 0:
             sequence.arrival = self._num_arrivals
             self._num_arrivals += 1
+        self._tables.publish(sequence)
         sequence.state = SequenceState.WAITING
-        insort(self.waiting, sequence, key=_arrival)
+        insort(self.waiting, sequence, key=self._rank)
 
     def park(self, sequence: Sequence) -> None:
         """Take a running sequence out of the steps; it keeps its blocks."""
         self.running.remove(sequence)
         sequence.state = SequenceState.PAUSED
 
-    def finish(self, sequence: Sequence) -> None:
-        """End a sequence in whatever state; its blocks, reservation and claim are given back."""
+    def finish(self, sequence: Sequence, *, is_broken: bool = False) -> None:
+        """End a sequence in whatever state; its blocks, reservation and claim are given back. ``is_broken``: nobody
+        may use what its blocks hold."""
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
         elif sequence.state is SequenceState.WAITING:
             self.waiting.remove(sequence)
-        self._give_back(sequence)
+        self._give_back(sequence, is_broken=is_broken)
         sequence.state = SequenceState.FINISHED
 
     def schedule(self) -> Schedule:
-        """What the next step computes. Every chunk's blocks are in its sequence's table."""
+        """What the next step computes. Every chunk's blocks are in its sequence's table, and its own to write."""
         failed: list[tuple[Sequence, ServingError]] = []
         num_preempted = self._extend_running(failed)
         self._start_waiting(failed)
         return Schedule(chunks=self._spend_budget(), failed=tuple(failed), num_preempted=num_preempted)
+
+    def _rank(self, sequence: Sequence) -> tuple[int, int]:
+        return (sequence.priority if self._limits.policy == "priority" else 0, sequence.arrival)
 
     # -- 1. blocks for the running ------------------------------------------------------------------------------------
 
@@ -114,18 +143,12 @@ class Scheduler:
         num_preempted = 0
         for sequence in tuple(self.running):
             if sequence.state is not SequenceState.RUNNING:
-                continue  # preempted for an older one a moment ago
-            missing = self._missing_blocks(sequence)
-            if missing <= 0:
-                continue
-            error = self._never_fits(sequence)
-            if error is not None:
-                self.finish(sequence)
-                failed.append((sequence, error))
+                continue  # preempted for one before it a moment ago
+            if self._tables.num_missing(sequence) == 0 or self._fail_if_too_long(sequence, failed):
                 continue
             while True:
                 try:
-                    sequence.block_table += self._pool.allocate(missing, sequence.reservation)
+                    self._tables.extend(sequence)
                     break
                 except OutOfBlocks:
                     if self._take_from_waiting(sequence):
@@ -137,19 +160,20 @@ class Scheduler:
                     break
         return num_preempted
 
-    def _take_from_waiting(self, older: Sequence) -> bool:
-        """Take blocks from one waiting sequence younger than ``older`` that cannot start. False when there is none.
+    def _take_from_waiting(self, first: Sequence) -> bool:
+        """Take blocks from one waiting sequence behind ``first`` that cannot start. False when there is none.
 
         Without this, sequences that wait with a part of what they need could block each other for ever.
         """
-        if self._claim is not None and self._claim[0].arrival > older.arrival:
+        rank = self._rank(first)
+        if self._claim is not None and self._rank(self._claim[0]) > rank:
             self._drop_claim()
             return True
         for sequence in reversed(self.waiting):
-            if sequence.arrival <= older.arrival:
+            if self._rank(sequence) <= rank:
                 return False
-            holds = bool(sequence.block_table) or self._promised_blocks(sequence) > 0
-            if holds and self._missing_blocks(sequence) > self._promised_blocks(sequence):
+            promised = _promised_blocks(sequence)
+            if (sequence.block_table or promised) and self._tables.num_missing(sequence) > promised:
                 self._start_over(sequence)
                 return True
         return False
@@ -159,7 +183,7 @@ class Scheduler:
         self._start_over(sequence)
         sequence.num_preemptions += 1
         sequence.state = SequenceState.WAITING
-        insort(self.waiting, sequence, key=_arrival)
+        insort(self.waiting, sequence, key=self._rank)
 
     def _start_over(self, sequence: Sequence) -> None:
         self._give_back(sequence)
@@ -175,39 +199,37 @@ class Scheduler:
     def _start_those_that_fit(self, failed: list[tuple[Sequence, ServingError]]) -> None:
         is_blocked = False
         for sequence in tuple(self.waiting):
-            if len(self.running) >= self._max_sequences:
+            if len(self.running) >= self._limits.max_sequences:
                 return
-            error = self._never_fits(sequence)
-            if error is not None:
-                self.finish(sequence)
-                failed.append((sequence, error))
+            if self._fail_if_too_long(sequence, failed):
                 continue
-            missing = max(0, self._missing_blocks(sequence))
-            unpromised = max(0, missing - self._promised_blocks(sequence))
-            if unpromised and (is_blocked or not self._claim_blocks(sequence, unpromised)):
+            unpromised = self._tables.num_to_take(sequence) - _promised_blocks(sequence)
+            if unpromised > 0 and (is_blocked or not self._claim_blocks(sequence, unpromised)):
                 is_blocked = True
                 continue
-            sequence.block_table += self._pool.allocate(missing - unpromised, sequence.reservation)
-            if unpromised:
-                assert self._claim is not None
-                sequence.block_table += self._pool.allocate(unpromised, self._claim[1])
+            try:
+                self._tables.extend(sequence, self._claim[1] if unpromised > 0 and self._claim is not None else None)
+            except OutOfBlocks:  # a hit that it counted on was evicted meanwhile, by another thread's allocation
+                is_blocked = True
+                continue
+            if unpromised > 0:
                 self._drop_claim()
             self.waiting.remove(sequence)
             sequence.state = SequenceState.RUNNING
-            insort(self.running, sequence, key=_arrival)
+            insort(self.running, sequence, key=self._rank)
 
     def _claim_blocks(self, sequence: Sequence, num_blocks: int) -> bool:
-        """Promise ``num_blocks`` to the head of the line, as far as there are any. True when it may start.
-
-        It may when one more block for each running sequence that still grows would be left; otherwise the next step
-        would preempt it for them at once.
-        """
+        """Promise ``num_blocks`` to the head of the line, as far as there are any. True when it may start."""
         if self._claim is not None and self._claim[0] is not sequence:
             self._drop_claim()
         if self._claim is None:
             self._claim = (sequence, self._pool.reserve(0))
-        num_growing = sum(1 for other in self.running if other.can_grow)
-        return self._claim[1].grow(num_blocks) and self._pool.num_unpromised >= num_growing
+        if not self._claim[1].grow(num_blocks):
+            return False
+        if not self.running:
+            return True
+        growth = self.num_growth_blocks + self._tables.num_growth(sequence, self._limits.projected_tokens)
+        return self._pool.num_unpromised >= growth
 
     def _drop_claim(self) -> None:
         if self._claim is not None:
@@ -217,40 +239,32 @@ class Scheduler:
     # -- 3. the budget ------------------------------------------------------------------------------------------------
 
     def _spend_budget(self) -> tuple[Chunk, ...]:
-        budget = self._max_step_tokens
-        chunks: list[Chunk] = []
-        for sequence in sorted(self.running, key=lambda each: (each.num_pending > 1, each.arrival)):
-            num_tokens = min(sequence.num_pending, budget)
-            if num_tokens == 0:
-                break
-            budget -= num_tokens
-            chunks.append(Chunk(sequence=sequence, start=sequence.num_computed, num_tokens=num_tokens))
+        singles = [each for each in self.running if each.num_pending == 1]
+        chunks = [Chunk(sequence=each, start=each.num_computed, num_tokens=1) for each in singles]
+        budget = self._limits.max_step_tokens - len(singles)
+        if singles:
+            budget = min(budget, self._limits.max_mixed_tokens)
+        for sequence in self.running:
+            if sequence.num_pending > 1 and budget > 0:
+                num_tokens = min(sequence.num_pending, budget)
+                budget -= num_tokens
+                chunks.append(Chunk(sequence=sequence, start=sequence.num_computed, num_tokens=num_tokens))
         return tuple(chunks)
 
-    # -- blocks -------------------------------------------------------------------------------------------------------
+    # -- both ---------------------------------------------------------------------------------------------------------
 
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)
+    def _fail_if_too_long(self, sequence: Sequence, failed: list[tuple[Sequence, ServingError]]) -> bool:
+        error = self._tables.never_fits(sequence)
+        if error is not None:
+            self.finish(sequence)
+            failed.append((sequence, error))
+        return error is not None
 
-    def _missing_blocks(self, sequence: Sequence) -> int:
-        return self._blocks_for(len(sequence.tokens)) - len(sequence.block_table)
-
-    def _promised_blocks(self, sequence: Sequence) -> int:
-        return sequence.reservation.remaining if sequence.reservation is not None else 0
-
-    def _never_fits(self, sequence: Sequence) -> OutOfBlocks | None:
-        needed = self._blocks_for(len(sequence.tokens))
-        if needed <= self._pool.num_blocks:
-            return None
-        return OutOfBlocks(
-            f"{len(sequence.tokens)} tokens need {needed} KV blocks of {self._block_size} tokens, "
-            f"this worker has {self._pool.num_blocks}; raise models[].kv.num_blocks or memory_bytes"
-        )
-
-    def _give_back(self, sequence: Sequence) -> None:
-        self._pool.free(sequence.block_table)
-        sequence.block_table = []
-        if sequence.reservation is not None:
-            sequence.reservation.release()
+    def _give_back(self, sequence: Sequence, *, is_broken: bool = False) -> None:
+        self._tables.give_back(sequence, is_broken=is_broken)
         if self._claim is not None and self._claim[0] is sequence:
             self._drop_claim()
+
+
+def _promised_blocks(sequence: Sequence) -> int:
+    return sequence.reservation.remaining if sequence.reservation is not None else 0

@@ -15,14 +15,15 @@ NEW and PAUSED sequences hold their blocks but take part in no step. Deadlines b
 sequence whose time is up, whatever its state.
 
 Ownership of blocks: ``block_table`` and ``reservation`` belong to whoever holds the sequence. ``Engine.add`` takes
-them over; finishing or removing frees them; ``Engine.detach`` hands them back.
+them over; finishing or removing frees them; ``Engine.detach`` hands them back. A block may be in the tables of several
+sequences (prefix hits, forks); whoever writes to such a block gets a copy first (:mod:`engine.block_table`).
 """
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from core.ids import RequestId
+from core.ids import BlockHash, RequestId
 from core.types import SamplingParams
 from engine.block_pool import Reservation
 
@@ -59,6 +60,12 @@ class Sequence:
     """Tokens whose KV is in the blocks. An arrival with KV brings blocks for them."""
     block_table: list[int] = field(default_factory=list)
     reservation: Reservation | None = None
+    priority: int = 0
+    """Lower is served first, where the scheduler's policy is ``priority``."""
+    salt: str = ""
+    """Of the block hashes: sequences of different tenants share nothing."""
+    has_unverified_kv: bool = False
+    """It arrived with KV that nobody vouches for: used, but never shared."""
     state: SequenceState = SequenceState.NEW
     arrival: int = -1
     """Order of arrival at the scheduler: the lowest is the oldest. Kept over preemptions."""
@@ -68,7 +75,13 @@ class Sequence:
     num_tokens_computed: int = 0
     """Tokens of any kind that this worker computed."""
     num_cached: int = 0
-    """Prompt tokens whose KV this worker held already."""
+    """Tokens of the original prompt whose KV this worker held already when the sequence first started."""
+    hashes: list[BlockHash] = field(default_factory=list)
+    """Of its first complete blocks, as far as they were needed."""
+    has_foreign_tail: bool = False
+    """It was forked: behind its tokens its last block holds what another sequence wrote there."""
+    num_published: int = 0
+    """Its first so many blocks are known to the prefix cache."""
     num_preemptions: int = 0
     first_step_at: float | None = None
     """``time.monotonic`` at the start of the first step that ran it here."""
@@ -87,9 +100,15 @@ class Sequence:
         return self.state is SequenceState.FINISHED
 
     @property
-    def can_grow(self) -> bool:
-        """More blocks than its present tokens need may be wanted later."""
-        return self.pause_at is None or len(self.tokens) + 1 < self.pause_at
+    def num_final_tokens(self) -> int:
+        """Tokens that will need KV at most: all but the last one before it ends or pauses."""
+        final = self.num_prompt_tokens + self.sampling.max_tokens
+        return (final if self.pause_at is None else min(final, self.pause_at)) - 1
+
+    @property
+    def may_use_cache(self) -> bool:
+        """Scores of the prompt's tokens can only be had by computing them."""
+        return self.sampling.prompt_logprobs is None
 
     def mark_computed(self, num_tokens: int) -> int:
         """``num_tokens`` more tokens have their KV; returns how many of them are of the original prompt."""

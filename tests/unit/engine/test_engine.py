@@ -160,7 +160,9 @@ def crowd() -> list[Sequence]:
         {"block_size": 3, "num_blocks": 100},
         {"max_step_tokens": 8},
         {"max_sequences": 3},
-        {"num_blocks": 20},
+        {"num_blocks": 20, "projected_tokens": 1},
+        {"max_mixed_tokens": 5},
+        {"prefix_cache": False},
     ],
     ids=str,
 )

@@ -1,4 +1,5 @@
-"""Laws 1 and 2 under anything a worker may do between two steps: add, abort, lease, detach, bring back."""
+"""Laws 1 and 2 under anything a worker may do between two steps: add, fork, abort, lease, detach, bring back. All
+prompts begin alike, so most blocks are shared."""
 
 from __future__ import annotations
 
@@ -53,6 +54,21 @@ class EngineMachine(RuleBasedStateMachine):
             )
         )
 
+    @precondition(lambda self: any(each.num_computed for each in self.alive.values()))
+    @rule(data=st.data(), new=st.integers(1, 20), drawn=st.booleans())
+    def fork(self, data: st.DataObject, new: int, drawn: bool) -> None:
+        """A second choice, from somewhere in what is computed; with or without a token of its own."""
+        parents = sorted(key for key, each in self.alive.items() if each.num_computed)
+        parent = self.alive[data.draw(st.sampled_from(parents))]
+        num_common = data.draw(st.integers(1, parent.num_computed))
+        tokens = [*parent.tokens[:num_common], 5] if drawn else parent.tokens[:num_common]
+        child = make_sequence(
+            tokens, max_tokens=new, ignore_eos=True, temperature=1.0, num_computed=len(tokens) - 1, choice=1
+        )
+        self.alive[child.key] = child
+        self.expected[child.key] = 0
+        self.engine.fork(parent, [child])
+
     @rule(count=st.integers(1, 6))
     def step(self, count: int) -> None:
         for _ in range(count):
@@ -105,8 +121,9 @@ class EngineMachine(RuleBasedStateMachine):
     def law_1(self) -> None:
         counts = self.engine.pool.counts()
         assert counts.is_conserved()
-        held = sum(len(each.block_table) for each in (*self.alive.values(), *self.detached))
-        assert counts.in_use == held and counts.leased == sum(map(len, self.leased))
+        held = {block for each in (*self.alive.values(), *self.detached) for block in each.block_table}
+        assert counts.in_use == len(held)
+        assert counts.leased == len({block for blocks in self.leased for block in blocks} - held)
 
     def teardown(self) -> None:
         """Law 2: whatever was going on, in the end nothing is left."""

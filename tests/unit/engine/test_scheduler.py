@@ -10,16 +10,33 @@ from hypothesis import strategies as st
 
 from core.errors import OutOfBlocks
 from engine.block_pool import BlockPool
-from engine.scheduler import Schedule, Scheduler
+from engine.block_table import BlockTables
+from engine.scheduler import Limits, Policy, Schedule, Scheduler
 from engine.sequence import Sequence, SequenceState
 from tests.support.engine_runs import make_sequence
 
 BLOCK = 4
 
 
-def scheduler(num_blocks: int = 32, *, budget: int = 16, max_sequences: int = 8) -> tuple[Scheduler, BlockPool]:
+def scheduler(
+    num_blocks: int = 32,
+    *,
+    budget: int = 16,
+    max_sequences: int = 8,
+    max_mixed_tokens: int = 1000,
+    projected_tokens: int = 1,
+    policy: Policy = "fcfs",
+) -> tuple[Scheduler, BlockPool]:
     pool = BlockPool(num_blocks)
-    return Scheduler(pool, block_size=BLOCK, max_step_tokens=budget, max_sequences=max_sequences), pool
+    tables = BlockTables(pool, block_size=BLOCK, copy_block=lambda source, target, num: None, is_caching=False)
+    limits = Limits(
+        max_step_tokens=budget,
+        max_sequences=max_sequences,
+        max_mixed_tokens=max_mixed_tokens,
+        projected_tokens=projected_tokens,
+        policy=policy,
+    )
+    return Scheduler(pool, tables, limits), pool
 
 
 def prompt(num_tokens: int, **options: object) -> Sequence:
