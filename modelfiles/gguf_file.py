@@ -2,7 +2,7 @@
 
 llama.cpp's converter stores the rows of q_proj and k_proj of Llama models in another order (pairs of a rotation side
 by side) than Hugging Face (the two halves of a head one after the other). `load` undoes that, so rotary embedding by
-halves is right for both formats.
+halves is right for both formats. It also adds 1 to Gemma's norm weights; `load` takes it off again.
 """
 
 from __future__ import annotations
@@ -14,14 +14,19 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from modelfiles.config import GenerationDefaults, ModelConfig, check_config
+from modelfiles.config import GenerationDefaults, ModelConfig, RopeScaling, check_config
 from modelfiles.errors import ModelFileError
+from modelfiles.families import GGUF_FAMILIES, Family, all_but_every, family_of
+from modelfiles.folder_config import yarn_attention_factor
 from modelfiles.gguf_header import TensorInfo, read_header
 from modelfiles.tensors import Array
 
 REMEDY = "download the file again"
-ROWS_PERMUTED = ("llama", "mistral")
-SUPPORTED_ARCHITECTURES = ("llama", "qwen2")
+ROPE_FACTORS = "rope_freqs.weight"
+"""Divisors of the rotary frequencies: how the converter writes Llama 3's scaling."""
+END_OF_TURN_TEXTS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>")
+"""Control tokens that end an answer even where the metadata do not say so (as llama.cpp has it)."""
+CONTROL = 3
 
 _WHOLE_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -34,10 +39,17 @@ _LAYER_NAMES = {
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+}
+_POST_NORM_NAMES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
 }
 _LAYER = re.compile(r"blk\.(\d+)\.([a-z_]+)\.(weight|bias)")
 
@@ -51,7 +63,13 @@ class GGUFFile:
         self._content = memoryview(_map(path))
         header = read_header(path, self._content)
         self._values = header.values
-        self._tensors = {self._hugging_face_name(tensor.name): tensor for tensor in header.tensors}
+        self._family: Family = family_of(self.value("general.architecture"), GGUF_FAMILIES, str(path))
+        self._rope_factors = next((tensor for tensor in header.tensors if tensor.name == ROPE_FACTORS), None)
+        self._tensors = {
+            self._hugging_face_name(tensor.name): tensor
+            for tensor in header.tensors
+            if tensor is not self._rope_factors
+        }
 
     # --- metadata -------------------------------------------------------------------------------------------------
 
@@ -93,17 +111,21 @@ class GGUFFile:
     def names(self) -> tuple[str, ...]:
         return tuple(self._tensors)
 
+    def file_of(self, name: str) -> Path:
+        return self.path
+
     def load(self, name: str) -> Array:
         """The tensor as float32, shape [out, in] for matrices."""
         tensor = self._tensors.get(name)
         if tensor is None:
             raise ModelFileError(str(self.path), f"tensor '{name}' is missing", "use a complete model")
         array = self._dequantise(tensor)
-        if self._architecture() in ROWS_PERMUTED:
-            if ".q_proj." in name:
-                array = _unpermute_rows(array, self.integer(f"{self._architecture()}.attention.head_count"))
-            elif ".k_proj." in name:
-                array = _unpermute_rows(array, self._num_kv_heads())
+        if name.endswith("norm.weight"):
+            return array - np.float32(self._family.gain_offset) if self._family.gain_offset else array
+        if self._family.gguf_permutes_rows and ".q_proj." in name:
+            return _unpermute_rows(array, self._num_heads())
+        if self._family.gguf_permutes_rows and ".k_proj." in name:
+            return _unpermute_rows(array, self._num_kv_heads())
         return array
 
     def _dequantise(self, tensor: TensorInfo) -> Array:
@@ -114,7 +136,9 @@ class GGUFFile:
             array: Array = gguf.quants.dequantize(rows, tensor.kind)
         except NotImplementedError:
             raise ModelFileError(
-                str(self.path), f"quantisation {tensor.kind.name} is not supported", "use another quantisation"
+                str(self.path),
+                f"stores '{tensor.name}' as {tensor.kind.name}, which is not supported",
+                "use another quantisation",
             ) from None
         return array.astype(np.float32, copy=False).reshape(tensor.shape)
 
@@ -122,68 +146,110 @@ class GGUFFile:
         if name in _WHOLE_NAMES:
             return _WHOLE_NAMES[name]
         match = _LAYER.fullmatch(name)
-        if match and match[2] in _LAYER_NAMES:
-            return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
+        names = _LAYER_NAMES | (_POST_NORM_NAMES if self._family.has_post_norms else {})
+        if match and match[2] in names:
+            return f"model.layers.{match[1]}.{names[match[2]]}.{match[3]}"
         raise ModelFileError(
             str(self.path),
-            f"tensor '{name}' is not one of a Llama-family decoder",
+            f"tensor '{name}' is not one of a {self._family.gguf_name} decoder",
             "use the model's Hugging Face folder",
         )
 
     # --- config ---------------------------------------------------------------------------------------------------
 
-    def _architecture(self) -> str:
-        architecture = self.value("general.architecture")
-        if not isinstance(architecture, str) or architecture not in SUPPORTED_ARCHITECTURES:
-            raise ModelFileError(
-                str(self.path),
-                f"architecture {architecture!r} is not supported",
-                f"use one of: {', '.join(SUPPORTED_ARCHITECTURES)}",
-            )
-        return architecture
+    def _key(self, name: str) -> str:
+        return f"{self._family.gguf_name}.{name}"
+
+    def _num_heads(self) -> int:
+        return self.integer(self._key("attention.head_count"))
 
     def _num_kv_heads(self) -> int:
-        architecture = self._architecture()
-        num_heads = self.integer(f"{architecture}.attention.head_count")
-        return self.integer(f"{architecture}.attention.head_count_kv", num_heads)
+        return self.integer(self._key("attention.head_count_kv"), self._num_heads())
 
     def config(self) -> ModelConfig:
-        architecture = self._architecture()
-        if self.value(f"{architecture}.rope.scaling.type") not in (None, "none"):
-            raise ModelFileError(
-                str(self.path), "rope scaling in GGUF is not supported", "use the model's Hugging Face folder"
-            )
-        num_heads = self.integer(f"{architecture}.attention.head_count")
-        hidden_size = self.integer(f"{architecture}.embedding_length")
+        family = self._family
+        num_heads, num_layers = self._num_heads(), self.integer(self._key("block_count"))
+        hidden_size = self.integer(self._key("embedding_length"))
         embedding = self._tensors.get("model.embed_tokens.weight")
         if embedding is None:
             raise ModelFileError(str(self.path), "has no token embedding", "use a complete GGUF file")
         bos = self.value("tokenizer.ggml.bos_token_id")
-        eos = {self.value(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
+        window, period = self.value(self._key("attention.sliding_window")), 0
+        if family.rope_local_theta is not None and window is not None:
+            period = self.integer(self._key("attention.sliding_window_pattern"), 6)
         config = ModelConfig(
-            architecture=architecture,
-            num_layers=self.integer(f"{architecture}.block_count"),
+            architecture=family.name,
+            num_layers=num_layers,
             hidden_size=hidden_size,
             num_heads=num_heads,
             num_kv_heads=self._num_kv_heads(),
-            head_dim=self.integer(f"{architecture}.attention.key_length", hidden_size // max(num_heads, 1)),
-            intermediate_size=self.integer(f"{architecture}.feed_forward_length"),
+            head_dim=self.integer(self._key("attention.key_length"), hidden_size // max(num_heads, 1)),
+            intermediate_size=self.integer(self._key("feed_forward_length")),
             vocab_size=embedding.shape[0],
-            max_context=self.integer(f"{architecture}.context_length"),
-            rms_norm_eps=self.number(f"{architecture}.attention.layer_norm_rms_epsilon"),
-            rope_theta=self.number(f"{architecture}.rope.freq_base", 10000.0),
-            rope_scaling=None,
+            max_context=self.integer(self._key("context_length")),
+            rms_norm_eps=self.number(self._key("attention.layer_norm_rms_epsilon")),
+            rope_theta=self.number(self._key("rope.freq_base"), family.rope_theta),
+            rope_scaling=self._rope_scaling(),
+            rope_local_theta=self._rope_local_theta(),
             tie_word_embeddings="lm_head.weight" not in self._tensors,
             attention_bias="model.layers.0.self_attn.q_proj.bias" in self._tensors,
             mlp_bias="model.layers.0.mlp.gate_proj.bias" in self._tensors,
-            sliding_window=None,
-            eos_token_ids=tuple(sorted(one for one in eos if isinstance(one, int))),
+            sliding_window=self.integer(self._key("attention.sliding_window")) if period else None,
+            sliding_layers=tuple(all_but_every(period, num_layers)) if period else (),
+            query_scalar=self._query_scalar(num_layers, hidden_size, num_heads),
+            eos_token_ids=self._eos_token_ids(),
             bos_token_id=bos if isinstance(bos, int) else None,
         )
         check_config(config, str(self.path))
         if f"model.layers.{config.num_layers - 1}.input_layernorm.weight" not in self._tensors:
             raise ModelFileError(str(self.path), "lacks layers that its metadata announces", REMEDY)
         return config
+
+    def _eos_token_ids(self) -> tuple[int, ...]:
+        named = {self.value(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
+        tokens, types = self.value("tokenizer.ggml.tokens"), self.value("tokenizer.ggml.token_type")
+        if isinstance(tokens, list) and isinstance(types, list):
+            named |= {
+                tokens.index(text)
+                for text in END_OF_TURN_TEXTS
+                if text in tokens and types[tokens.index(text) : tokens.index(text) + 1] == [CONTROL]
+            }
+        return tuple(sorted(one for one in named if isinstance(one, int)))
+
+    def _rope_local_theta(self) -> float | None:
+        default = self._family.rope_local_theta
+        return None if default is None else self.number(self._key("rope.freq_base_swa"), default)
+
+    def _query_scalar(self, num_layers: int, hidden_size: int, num_heads: int) -> float | None:
+        """The metadata lack it; of Gemma 3 one size has another than `head_dim`, known by its layers (as llama.cpp)."""
+        is_gemma_27b = self._family.has_post_norms and num_layers == 62
+        return hidden_size / num_heads if is_gemma_27b else None
+
+    def _rope_scaling(self) -> RopeScaling | None:
+        kind = self.value(self._key("rope.scaling.type"))
+        if self._rope_factors is not None:
+            if kind not in (None, "none"):
+                raise ModelFileError(
+                    str(self.path), f"has rope scaling {kind!r} and rope factors", "use the model's Hugging Face folder"
+                )
+            return RopeScaling(kind="factors", factors=tuple(self._dequantise(self._rope_factors).ravel().tolist()))
+        if kind in (None, "none"):
+            return None
+        if kind == "linear":
+            return RopeScaling(kind="linear", factor=self.number(self._key("rope.scaling.factor")))
+        if kind == "yarn":
+            factor = self.number(self._key("rope.scaling.factor"))
+            return RopeScaling(
+                kind="yarn",
+                factor=factor,
+                original_max_context=self.integer(self._key("rope.scaling.original_context_length")),
+                beta_fast=32.0,
+                beta_slow=1.0,
+                attention_factor=yarn_attention_factor(factor),
+            )
+        raise ModelFileError(
+            str(self.path), f"rope scaling {kind!r} is not supported", "use the model's Hugging Face folder"
+        )
 
     def generation_defaults(self) -> GenerationDefaults:
         """GGUF files carry no generation_config.json."""

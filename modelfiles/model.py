@@ -12,16 +12,12 @@ from pathlib import Path
 import tokenizers
 
 from modelfiles.chat_template import ChatTemplate
-from modelfiles.config import (
-    GenerationDefaults,
-    JsonFile,
-    ModelConfig,
-    config_from_folder,
-    generation_defaults_from_folder,
-)
+from modelfiles.config import GenerationDefaults, ModelConfig
 from modelfiles.errors import ModelFileError
+from modelfiles.folder_config import config_from_folder, generation_defaults_from_folder
 from modelfiles.gguf_file import GGUFFile
 from modelfiles.gguf_tokenizer import tokenizer_from_gguf
+from modelfiles.json_file import JsonFile
 from modelfiles.locate import Location, locate
 from modelfiles.safetensors_file import SafetensorsSource
 from modelfiles.tensors import Array, TensorSource, sampled_digest
@@ -57,6 +53,10 @@ class ModelFiles:
         """Names as in the Hugging Face implementation of the architecture."""
         return self._tensors.names()
 
+    def file_of(self, name: str) -> str:
+        """The file that holds the tensor: what an error about it names."""
+        return str(self._tensors.file_of(name))
+
     def load_tensor(self, name: str) -> Array:
         """One tensor in Hugging Face's layout: float32 where the file is quantised or bfloat16, else as stored.
 
@@ -71,7 +71,8 @@ class ModelFiles:
             if self._tokenizer.num_tokens > self.config.vocab_size:
                 raise ModelFileError(
                     self.path,
-                    f"the tokenizer has {self._tokenizer.num_tokens} ids, the model {self.config.vocab_size}",
+                    f"the tokenizer has {self._tokenizer.num_tokens} ids, tensor 'model.embed_tokens.weight' "
+                    f"{self.config.vocab_size} rows",
                     "use tokenizer and weights of the same model",
                 )
         return self._tokenizer

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from modelfiles.config import JsonFile
 from modelfiles.errors import ModelFileError
+from modelfiles.json_file import JsonFile
 from modelfiles.tensors import Array
 
 REMEDY = "download the file again"
@@ -35,14 +35,21 @@ class SafetensorsSource:
     """All tensors of a folder, in one file or in shards. BF16 is widened to float32 (exactly)."""
 
     def __init__(self, folder: Path) -> None:
-        self.files = _shards(folder)
+        weight_map = _weight_map(folder)
+        self.files = tuple(sorted(set(weight_map.values()))) or (folder / "model.safetensors",)
         self._maps: list[mmap.mmap] = []
         self._entries: dict[str, _Entry] = {}
         for index, path in enumerate(self.files):
             self._maps.append(self._read(index, path))
+        for name, path in weight_map.items():
+            if name not in self._entries or self.file_of(name) != path:
+                raise ModelFileError(str(path), f"lacks tensor '{name}', which the index puts there", REMEDY)
 
     def names(self) -> tuple[str, ...]:
         return tuple(self._entries)
+
+    def file_of(self, name: str) -> Path:
+        return self.files[self._entries[name].file]
 
     def load(self, name: str) -> Array:
         entry = self._entries.get(name)
@@ -105,10 +112,10 @@ def _entry(index: int, path: Path, name: str, value: object, base: int, size: in
     return _Entry(file=index, dtype=dtype, shape=shape, begin=base + begin, end=base + end)
 
 
-def _shards(folder: Path) -> tuple[Path, ...]:
-    single = folder / "model.safetensors"
-    if single.exists():
-        return (single,)
+def _weight_map(folder: Path) -> dict[str, Path]:
+    """Which shard holds which tensor, by the index; empty for a model in one file."""
+    if (folder / "model.safetensors").exists():
+        return {}
     index_path = folder / "model.safetensors.index.json"
     if not index_path.exists():
         raise ModelFileError(
@@ -116,14 +123,13 @@ def _shards(folder: Path) -> tuple[Path, ...]:
             "has neither model.safetensors nor model.safetensors.index.json",
             "use a complete Hugging Face folder",
         )
-    weight_map = JsonFile(index_path).table("weight_map") or {}
-    names = sorted({str(name) for name in weight_map.values()})
-    paths = tuple(folder / name for name in names)
-    for path in paths:
+    names = JsonFile(index_path).table("weight_map") or {}
+    weight_map = {name: folder / str(file_name) for name, file_name in names.items()}
+    for path in weight_map.values():
         if path.parent != folder:
             raise ModelFileError(str(index_path), f"names a file outside its folder ({path.name})", REMEDY)
         if not path.exists():
             raise ModelFileError(str(path), "is named by the index but missing", "download all shards")
-    if not paths:
+    if not weight_map:
         raise ModelFileError(str(index_path), "names no files", REMEDY)
-    return paths
+    return weight_map

@@ -1,6 +1,8 @@
-"""The Llama-family decoder: pre-norm RMSNorm, rotary attention, gated SiLU (Llama, Mistral, Qwen2).
+"""The decoder of all families: pre-norm RMSNorm, rotary attention, gated MLP; what differs is in ``Family``.
 
-Plain torch on CPU in float32. Fused q/k/v and gate/up products; the head runs on the rows that are sampled only.
+Plain torch on CPU. Fused q/k/v and gate/up products; the head runs on the rows that are sampled only. Layers with a
+sliding window keep the KV of the whole context like the others.
+
 Legend: T rows of the step (padded), H query heads, K kv heads, D head_dim, V vocabulary, R sampled rows (padded).
 """
 
@@ -10,97 +12,154 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.errors import ConfigError
 from engine.model.attention import AttentionPlan
 from engine.model.linear import Linear, NormedLinear, make_linears
+from engine.model.mlp import Experts, GatedMLP
 from engine.model.rope import rope_tables, rotate
 from engine.model.weights import WeightReader
+from modelfiles.config import ExpertsConfig
 from modelfiles.model import ModelFiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layer:
     qkv: NormedLinear
+    qk_gain_HD: Tensor | None
+    """Gains of the norm of each head of q and k."""
     attention_out: Linear
-    gate_up: NormedLinear
-    down: Linear
+    attention_post_gain: Tensor | None
+    mlp: Linear
+    """Norm and MLP."""
+    mlp_post_gain: Tensor | None
+    window: int | None
 
 
 class Decoder:
     """The weights and one forward pass. Holds no progress: KV lives in the cache, sequences in the engine."""
 
     def __init__(self, files: ModelFiles, *, max_context: int, dtype: str = "float32") -> None:
-        self.config = config = files.config
-        if config.sliding_window is not None and config.sliding_window < max_context:
-            raise ConfigError(
-                f"{files.path}: attention with a sliding window of {config.sliding_window} tokens is not supported; "
-                f"set models[].max_context to {config.sliding_window} or less"
-            )
+        self._reader = reader = WeightReader(files)
         self._linears = make_linears(dtype)
-        reader = WeightReader(files)
+        self.config = config = files.config
         hidden, head_dim = config.hidden_size, config.head_dim
         self._q_size, self._kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
         self._embedding = reader.tensor("model.embed_tokens.weight", config.vocab_size, hidden)
-        self._layers = [self._read_layer(reader, f"model.layers.{index}") for index in range(config.num_layers)]
-        norm = reader.tensor("model.norm.weight", hidden)
-        if config.tie_word_embeddings or not reader.has("lm_head.weight"):
-            head, head_bias = self._embedding, None
-        else:
-            head, head_bias = reader.fused({"lm_head": config.vocab_size}, hidden)
+        self._embedding_scale = hidden**0.5 if config.family.scales_embedding else None
+        self._layers = [self._read_layer(index) for index in range(config.num_layers)]
+        norm = self._gain("model.norm", hidden)
+        is_tied = config.tie_word_embeddings or not reader.has("lm_head.weight")
+        head, head_bias = (self._embedding, None) if is_tied else reader.fused({"lm_head": config.vocab_size}, hidden)
         self._head = self._linears.normed(norm, head, head_bias, config.rms_norm_eps)
-        self._cos_C1D, self._sin_C1D = rope_tables(config, max_context)
-
-    def _read_layer(self, reader: WeightReader, name: str) -> _Layer:
-        hidden, inner, eps = self.config.hidden_size, self.config.intermediate_size, self.config.rms_norm_eps
-        linears = self._linears
-        attention = f"{name}.self_attn"
-        qkv = {
-            f"{attention}.q_proj": self._q_size,
-            f"{attention}.k_proj": self._kv_size,
-            f"{attention}.v_proj": self._kv_size,
-        }
-        return _Layer(
-            qkv=linears.normed(
-                reader.tensor(f"{name}.input_layernorm.weight", hidden), *reader.fused(qkv, hidden), eps
-            ),
-            attention_out=linears.linear(*reader.fused({f"{attention}.o_proj": hidden}, self._q_size)),
-            gate_up=linears.normed(
-                reader.tensor(f"{name}.post_attention_layernorm.weight", hidden),
-                *reader.fused({f"{name}.mlp.gate_proj": inner, f"{name}.mlp.up_proj": inner}, hidden),
-                eps,
-            ),
-            down=linears.linear(*reader.fused({f"{name}.mlp.down_proj": hidden}, inner)),
-        )
+        reader.check_all_read("lm_head.weight")  # a tied head may be in the files too
+        self._rope = rope_tables(head_dim, config.rope_theta, config.rope_scaling, max_context)
+        self._local_rope = self._rope
+        if config.rope_local_theta is not None and config.sliding_layers:
+            self._local_rope = rope_tables(head_dim, config.rope_local_theta, None, max_context)
 
     @property
     def row_multiple(self) -> int:
         """Of the rows of a step and of :meth:`logits`, for law 3 bitwise."""
         return self._linears.row_multiple
 
+    # -- one step -----------------------------------------------------------------------------------------------------
+
     def forward(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
         """Hidden states ``[T, hidden]`` before the last norm; KV of the plan's rows is written on the way."""
-        config = self.config
-        num_rows, num_heads, num_kv_heads, head_dim = (
-            len(tokens_T),
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-        )
-        cos_T1D, sin_T1D = self._cos_C1D[positions_T], self._sin_C1D[positions_T]
+        rope = [table[positions_T] for table in self._rope]
+        local_rope = rope if self._local_rope is self._rope else [table[positions_T] for table in self._local_rope]
         x = F.embedding(tokens_T, self._embedding)
-        attended_THD = torch.zeros(num_rows, num_heads, head_dim)
+        if self._embedding_scale is not None:
+            x.mul_(self._embedding_scale)
+        attended_THD = torch.zeros(len(tokens_T), self.config.num_heads, self.config.head_dim)
         for index, layer in enumerate(self._layers):
-            qkv = layer.qkv(x)
-            qk_THD = qkv[:, : self._q_size + self._kv_size].view(num_rows, num_heads + num_kv_heads, head_dim)
-            qk_THD.copy_(rotate(qk_THD, cos_T1D, sin_T1D))
-            plan.write(index, qkv[:, self._q_size :].view(num_rows, 2, num_kv_heads, head_dim))
-            plan.attend(index, qk_THD[:, :num_heads], attended_THD)
-            layer.attention_out.add_to(x, attended_THD.view(num_rows, -1))
-            gate_up = layer.gate_up(x)
-            gate, up = gate_up.chunk(2, -1)
-            layer.down.add_to(x, F.silu(gate).mul_(up))
+            self._attend(index, layer, x, rope if layer.window is None else local_rope, plan, attended_THD)
+            self._add(x, layer.attention_out, attended_THD.view(len(tokens_T), -1), layer.attention_post_gain)
+            self._add(x, layer.mlp, x, layer.mlp_post_gain)
         return x
 
     def logits(self, hidden_R: Tensor) -> Tensor:
         """Scores ``[R, V]`` of rows of :meth:`forward`'s result."""
         return self._head(hidden_R)
+
+    def _attend(
+        self, index: int, layer: _Layer, x: Tensor, rope: list[Tensor], plan: AttentionPlan, out_THD: Tensor
+    ) -> None:
+        num_rows, num_heads, num_kv_heads = len(x), self.config.num_heads, self.config.num_kv_heads
+        qkv = layer.qkv(x)
+        qk_THD = qkv[:, : self._q_size + self._kv_size].view(num_rows, num_heads + num_kv_heads, -1)
+        normed_THD = qk_THD
+        if layer.qk_gain_HD is not None:
+            normed_THD = F.rms_norm(qk_THD, qk_THD.shape[-1:], None, self.config.rms_norm_eps) * layer.qk_gain_HD
+        qk_THD.copy_(rotate(normed_THD, *rope))
+        plan.write(index, qkv[:, self._q_size :].view(num_rows, 2, num_kv_heads, -1))
+        plan.attend(index, qk_THD[:, :num_heads], out_THD, layer.window)
+
+    def _add(self, residual: Tensor, layer: Linear, x: Tensor, post_gain: Tensor | None) -> None:
+        if post_gain is None:
+            layer.add_to(residual, x)
+        else:
+            residual.add_(F.rms_norm(layer(x), post_gain.shape, post_gain, self.config.rms_norm_eps))
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def _gain(self, name: str, size: int) -> Tensor:
+        """What a norm multiplies with."""
+        return self._reader.tensor(f"{name}.weight", size).add_(self.config.family.gain_offset)
+
+    def _read_layer(self, index: int) -> _Layer:
+        config, family, reader, linears = self.config, self.config.family, self._reader, self._linears
+        name, hidden = f"model.layers.{index}", config.hidden_size
+        attention, has_post_norms = f"{name}.self_attn", family.has_post_norms
+        sizes = {"q_proj": self._q_size, "k_proj": self._kv_size, "v_proj": self._kv_size}
+        qkv = {f"{attention}.{part}": size for part, size in sizes.items()}
+        mlp_norm = f"{name}.pre_feedforward_layernorm" if has_post_norms else f"{name}.post_attention_layernorm"
+        return _Layer(
+            qkv=linears.normed(
+                self._gain(f"{name}.input_layernorm", hidden),
+                *reader.fused(qkv, hidden, has_bias=config.attention_bias),
+                config.rms_norm_eps,
+            ),
+            qk_gain_HD=self._qk_gain(attention) if family.has_qk_norm else None,
+            attention_out=linears.linear(*reader.fused({f"{attention}.o_proj": hidden}, self._q_size)),
+            attention_post_gain=self._gain(f"{name}.post_attention_layernorm", hidden) if has_post_norms else None,
+            mlp=self._read_mlp(index, self._gain(mlp_norm, hidden)),
+            mlp_post_gain=self._gain(f"{name}.post_feedforward_layernorm", hidden) if has_post_norms else None,
+            window=config.window_of(index),
+        )
+
+    def _qk_gain(self, attention: str) -> Tensor:
+        config = self.config
+        q, k = (self._gain(f"{attention}.{part}_norm", config.head_dim) for part in "qk")
+        if config.query_scalar is not None:
+            # Attention divides by the root of head_dim.
+            q.mul_((config.head_dim / config.query_scalar) ** 0.5)
+        return torch.cat([q.expand(config.num_heads, -1), k.expand(config.num_kv_heads, -1)])
+
+    def _read_mlp(self, index: int, gain: Tensor) -> Linear:
+        config, name = self.config, f"model.layers.{index}.mlp"
+        if config.experts is None or index not in config.experts.layers:
+            return self._gated_mlp(name, gain, config.intermediate_size)
+        return self._experts(name, gain, config.experts)
+
+    def _gated_mlp(self, name: str, gain: Tensor, inner: int) -> GatedMLP:
+        hidden, has_bias = self.config.hidden_size, self.config.mlp_bias
+        gate_up = self._reader.fused({f"{name}.gate_proj": inner, f"{name}.up_proj": inner}, hidden, has_bias=has_bias)
+        down = self._reader.fused({f"{name}.down_proj": hidden}, inner, has_bias=has_bias)
+        return GatedMLP(
+            self._linears.normed(gain, *gate_up, self.config.rms_norm_eps),
+            self._linears.linear(*down),
+            self.config.family.activation,
+        )
+
+    def _experts(self, name: str, gain: Tensor, experts: ExpertsConfig) -> Experts:
+        router = self._reader.fused({f"{name}.gate": experts.num_experts}, self.config.hidden_size)
+        return Experts(
+            self._linears.normed(gain, *router, self.config.rms_norm_eps),
+            [
+                self._gated_mlp(f"{name}.experts.{expert}", gain, experts.intermediate_size)
+                for expert in range(experts.num_experts)
+            ],
+            num_per_token=experts.num_per_token,
+            normalises_weights=experts.normalises_weights,
+            row_multiple=self._linears.row_multiple,
+        )

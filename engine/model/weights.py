@@ -7,21 +7,21 @@ import torch
 from torch import Tensor
 
 from core.errors import ConfigError
-from modelfiles.config import SUPPORTED_ARCHITECTURES
+from modelfiles.families import FAMILIES, family_of
 from modelfiles.model import ModelFiles
+
+NO_WEIGHTS = ("rotary_emb.inv_freq",)
+"""Endings of tensors that some files hold and nobody needs."""
 
 
 class WeightReader:
-    """Tensors of one model by Hugging Face name, as float32."""
+    """Tensors of one model by Hugging Face name, as float32. Remembers which were read."""
 
     def __init__(self, files: ModelFiles) -> None:
+        family_of(files.config.architecture, FAMILIES, files.path)
         self._files = files
         self._names = frozenset(files.tensor_names())
-        if files.config.architecture not in SUPPORTED_ARCHITECTURES:
-            raise ConfigError(
-                f"{files.path}: architecture {files.config.architecture!r} is not supported; "
-                f"use one of: {', '.join(SUPPORTED_ARCHITECTURES)}"
-            )
+        self._read: set[str] = set()
 
     def has(self, name: str) -> bool:
         return name in self._names
@@ -29,27 +29,33 @@ class WeightReader:
     def tensor(self, name: str, *shape: int) -> Tensor:
         """One tensor. Raises :class:`ConfigError` when it is missing or has another shape than its config demands."""
         if name not in self._names:
-            raise ConfigError(f"{self._files.path}: tensor {name!r} is missing; use a complete model file")
+            raise ConfigError(f"{self._files.path}: tensor '{name}' is missing; use a complete model")
         array = self._files.load_tensor(name)
         if array.shape != shape:
             raise ConfigError(
-                f"{self._files.path}: tensor {name!r} has shape {tuple(array.shape)}, its config says {shape}; "
-                "use weights and config of the same model"
+                f"{self._files.file_of(name)}: tensor '{name}' has shape {tuple(array.shape)}, its config says "
+                f"{shape}; use weights and config of the same model"
             )
+        self._read.add(name)
         # A copy: the array may be a read-only view of the file, which must not stay mapped.
         return torch.from_numpy(np.array(array, dtype=np.float32, order="C"))
 
-    def fused(self, parts: Mapping[str, int], num_inputs: int) -> tuple[Tensor, Tensor | None]:
+    def fused(
+        self, parts: Mapping[str, int], num_inputs: int, *, has_bias: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of several projections of one input as one: ``parts`` maps module names to their number of
-        outputs.
+        outputs. A bias is read where the files have one; with ``has_bias`` all of them must.
         """
         weight = torch.cat([self.tensor(f"{name}.weight", size, num_inputs) for name, size in parts.items()])
-        bias = None
-        if any(self.has(f"{name}.bias") for name in parts):
-            bias = torch.cat(
-                [
-                    self.tensor(f"{name}.bias", size) if self.has(f"{name}.bias") else torch.zeros(size)
-                    for name, size in parts.items()
-                ]
-            )
-        return weight, bias
+        if not has_bias and not any(self.has(f"{name}.bias") for name in parts):
+            return weight, None
+        return weight, torch.cat([self.tensor(f"{name}.bias", size) for name, size in parts.items()])
+
+    def check_all_read(self, *unused: str) -> None:
+        """Raises for a tensor that the architecture has no place for: ignoring it would give wrong answers."""
+        for name in sorted(self._names - self._read - {*unused}):
+            if not name.endswith(NO_WEIGHTS):
+                raise ConfigError(
+                    f"{self._files.file_of(name)}: tensor '{name}' has no place in a {self._files.config.architecture} "
+                    "decoder; use a model of a supported architecture"
+                )

@@ -14,7 +14,9 @@ from torch import Tensor
 import engine.engine as engine_module
 from core.ids import RequestId
 from core.types import SamplingParams
+from engine.batch import build_batch
 from engine.engine import Engine, SequenceOutput
+from engine.scheduler import Chunk
 from engine.sequence import Sequence as EngineSequence
 from engine.sequence import SequenceKey
 
@@ -83,3 +85,16 @@ def assert_same_bits(first: list[Tensor], second: list[Tensor]) -> None:
     assert len(first) == len(second)
     for index, (mine, theirs) in enumerate(zip(first, second, strict=True)):
         assert torch.equal(mine, theirs), f"scores of token {index} differ by {(mine - theirs).abs().max():.2e}"
+
+
+def teacher_forced(engine: Engine, tokens: list[int]) -> Tensor:
+    """The engine's scores of every position."""
+    blocks = engine.pool.allocate(engine.geometry.blocks_for(len(tokens)))
+    sequence = make_sequence(tokens, block_table=blocks)
+    chunk = Chunk(sequence=sequence, start=0, num_tokens=len(tokens))
+    model = engine.model
+    with torch.inference_mode():
+        batch = build_batch([chunk], engine.cache, num_heads=model.config.num_heads, row_multiple=model.row_multiple)
+        scores = model.logits(model.forward(batch.tokens_T, batch.positions_T, batch.plan))[: len(tokens)]
+    engine.pool.free(blocks)
+    return scores

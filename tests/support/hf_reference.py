@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM as AutoModel
+from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
+from modelfiles.config import ModelConfig
 from modelfiles.model import ModelFiles
 
 MAX_GAP = 1e-3
@@ -18,35 +20,17 @@ MAX_ERROR = 1e-4
 
 
 class HfReference:
-    """A Llama model of `transformers` with the dequantised weights of `files`."""
+    """A model of `transformers`: with the dequantised weights of `files`, or one that is there already."""
 
-    def __init__(self, files: ModelFiles) -> None:
-        config = files.config
-        assert config.architecture == "llama" and config.rope_scaling is None
-        hf_config = LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            rms_norm_eps=config.rms_norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-            tie_word_embeddings=config.tie_word_embeddings,
-            max_position_embeddings=config.max_context,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=None,
-        )
-        self._model = LlamaForCausalLM(hf_config)
-        weights = {
-            name: torch.from_numpy(np.array(files.load_tensor(name), dtype=np.float32)) for name in files.tensor_names()
-        }
-        outcome = self._model.load_state_dict(weights, strict=False)
-        assert not outcome.unexpected_keys and set(outcome.missing_keys) <= {"lm_head.weight"}, outcome
-        self._model.tie_weights()
-        self._model.eval()
+    def __init__(self, files: ModelFiles | None = None, *, model: PreTrainedModel | None = None) -> None:
+        if model is None:
+            assert files is not None
+            model = AutoModel.from_config(_CONFIGS[files.config.architecture](files.config))
+            weights = {name: _tensor(files, name) for name in files.tensor_names()}
+            outcome = model.load_state_dict(weights, strict=False, assign=True)
+            assert not outcome.unexpected_keys and set(outcome.missing_keys) <= {"lm_head.weight"}, outcome
+            model.tie_weights()
+        self._model = model.eval()
 
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int]) -> Tensor:
@@ -86,3 +70,38 @@ class HfReference:
             error = float((teacher_forced([*prompt, *answer[:at]])[-1] - rows[at]).abs().max())
             assert error <= MAX_ERROR, f"teacher-forced logits differ by {error:.2e}"
         return at
+
+
+def _tensor(files: ModelFiles, name: str) -> Tensor:
+    return torch.from_numpy(np.array(files.load_tensor(name), dtype=np.float32))
+
+
+def _shape(config: ModelConfig) -> dict[str, object]:
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "rms_norm_eps": config.rms_norm_eps,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "max_position_embeddings": config.max_context,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+
+
+def _llama(config: ModelConfig) -> PreTrainedConfig:
+    assert config.rope_scaling is None
+    return LlamaConfig(**_shape(config), rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta})
+
+
+def _gemma3(config: ModelConfig) -> PreTrainedConfig:
+    """Window, pattern and bases are written here once more, from the model's public description."""
+    return Gemma3TextConfig(**_shape(config), sliding_window=512, query_pre_attn_scalar=256)
+
+
+_CONFIGS: dict[str, Callable[[ModelConfig], PreTrainedConfig]] = {"llama": _llama, "gemma3_text": _gemma3}

@@ -76,6 +76,9 @@ class RandomLlama:
     def tensor_names(self) -> tuple[str, ...]:
         return tuple(self.weights)
 
+    def file_of(self, name: str) -> str:
+        return self.path
+
     def load_tensor(self, name: str) -> np.ndarray[Any, Any]:
         return self.weights[name]
 

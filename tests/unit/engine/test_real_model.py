@@ -6,15 +6,11 @@ import random
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
-from engine.batch import build_batch
 from engine.engine import Engine, EngineConfig
-from engine.scheduler import Chunk
 from engine.sequence import Sequence
 from modelfiles.model import ModelFiles
-from tests.support.engine_runs import Recorded, assert_same_bits, make_sequence, run
+from tests.support.engine_runs import Recorded, assert_same_bits, make_sequence, run, teacher_forced
 from tests.support.hf_reference import MAX_ERROR, HfReference
 
 PROMPTS = {
@@ -35,19 +31,6 @@ def encode(files: ModelFiles, text: str) -> list[int]:
 def share(engine: Engine, files: ModelFiles, **changes: Any) -> Engine:
     """Another engine on the same weights."""
     return Engine(files, EngineConfig(**{"num_blocks": 300, **changes}), model=engine.model)
-
-
-def teacher_forced(engine: Engine, tokens: list[int]) -> Tensor:
-    """The engine's scores of every position."""
-    blocks = engine.pool.allocate(engine.geometry.blocks_for(len(tokens)))
-    sequence = make_sequence(tokens, block_table=blocks)
-    chunk = Chunk(sequence=sequence, start=0, num_tokens=len(tokens))
-    with torch.inference_mode():
-        batch = build_batch([chunk], engine.cache, num_heads=engine.model.config.num_heads, row_multiple=4)
-        hidden = engine.model.forward(batch.tokens_T, batch.positions_T, batch.plan)
-        scores = engine.model.logits(hidden)[: len(tokens)]
-    engine.pool.free(blocks)
-    return scores
 
 
 @pytest.fixture(scope="module")

@@ -142,7 +142,7 @@ def cut(name: str, num_bytes: int) -> Callable[[Path], None]:
         (damage_config(num_key_value_heads=3), "KV heads"),
         (damage_config(num_hidden_layers=0), "num_layers"),
         (damage_config(eos_token_id=10**6), "EOS"),
-        (damage_config(rope_scaling={"rope_type": "yarn", "factor": 2}), "yarn"),
+        (damage_config(rope_scaling={"rope_type": "longrope", "factor": 2}), "longrope"),
         (write("config.json", "{"), "JSON"),
         (write("config.json", "[]"), "object"),
         (remove("config.json"), "config.json"),

@@ -1,0 +1,78 @@
+"""The second half of a decoder layer: a gated MLP, or a router and many small ones (Qwen3-MoE).
+
+Both take hidden states before their norm, as :class:`~engine.model.linear.NormedLinear` does, and are a
+:class:`~engine.model.linear.Linear` to the decoder.
+
+Legend: T rows, E experts, N chosen experts of a row.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.model.linear import Linear, NormedLinear
+from modelfiles.families import Activation
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+class GatedMLP:
+    """``down(activation(gate) * up)``; gate and up are one product."""
+
+    def __init__(self, gate_up: NormedLinear, down: Linear, activation: Activation) -> None:
+        self._gate_up, self._down = gate_up, down
+        self._activation = ACTIVATIONS[activation]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._down(self._inner(x))
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        self._down.add_to(residual, self._inner(x))
+
+    def _inner(self, x: Tensor) -> Tensor:
+        gate, up = self._gate_up(x).chunk(2, -1)
+        return self._activation(gate).mul_(up)
+
+
+class Experts:
+    """The weighted sum of the MLPs that a router chooses for each row.
+
+    For law 3 a row's bits must not depend on who else chose its experts: equal scores go to the lower number, an
+    expert's rows are padded to the row multiple, and a row's sum runs from its lowest expert to its highest.
+    """
+
+    def __init__(
+        self,
+        router: NormedLinear,
+        experts: Sequence[GatedMLP],
+        *,
+        num_per_token: int,
+        normalises_weights: bool,
+        row_multiple: int,
+    ) -> None:
+        self._router, self._experts = router, experts
+        self._num_per_token = num_per_token
+        self._normalises_weights = normalises_weights
+        self._row_multiple = row_multiple
+
+    def __call__(self, x: Tensor) -> Tensor:
+        ranked_TE = torch.softmax(self._router(x), -1).sort(stable=True, dim=-1, descending=True)
+        weights_TN = ranked_TE.values[:, : self._num_per_token]
+        chosen_TN = ranked_TE.indices[:, : self._num_per_token]
+        if self._normalises_weights:
+            weights_TN = weights_TN / weights_TN.sum(-1, keepdim=True)
+        out = torch.zeros_like(x)
+        for expert in sorted({*chosen_TN.flatten().tolist()}):
+            rows, places = torch.where(chosen_TN == expert)
+            padded_rows = F.pad(rows, (0, -len(rows) % self._row_multiple))
+            y = self._experts[expert](x[padded_rows])[: len(rows)]
+            out.index_add_(0, rows, y.mul_(weights_TN[rows, places, None]))
+        return out
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        residual.add_(self(x))
