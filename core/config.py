@@ -42,6 +42,12 @@ class PoolConfig(_Section):
     max_sequences: int = Field(default=64, ge=1, le=4096)
     max_queue: int = Field(default=256, ge=0)
     """Requests that may wait in one worker."""
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    """Who is served first: the oldest, or the lowest ``priority`` of a request and then the oldest. Who arrived last
+    (with the highest number) is preempted first."""
+    max_mixed_tokens: int = Field(default=256, ge=1)
+    """Prompt tokens of a step in which answers advance too: bounds what a prompt adds to the time between two
+    tokens."""
     num_threads: int = Field(default=1, ge=1)
     """CPU threads of one worker. One, pinned, is fastest on shared cores."""
     resources: Resources = Resources()
@@ -54,6 +60,8 @@ class KVConfig(_Section):
     memory_bytes: int | Literal["auto"] = "auto"
     """Size of the KV pool of one worker, when ``num_blocks`` is ``auto``. ``auto`` on CPU: 2 GiB, at most 1/8 of the
     memory."""
+    prefix_cache: bool = True
+    """Keep complete blocks for their content; requests of one tenant that begin alike share them."""
 
     @field_validator("num_blocks")
     @classmethod

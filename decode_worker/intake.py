@@ -18,10 +18,10 @@ import time
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from core.errors import DigestMismatch, PeerLost, ServingError, StaleLease
-from core.handoff import Grant, HandoffOutcome, LeaseRef, Open
+from core.errors import DigestMismatch, LayoutMismatch, PeerLost, ServingError, StaleLease
+from core.handoff import DigestKind, Grant, HandoffOutcome, LeaseRef, Open, Sealed
 from core.ids import Incarnation
-from core.types import AdmitRequest, FirstToken, StageTimes
+from core.types import AdmitRequest, FirstToken, Mode, StageTimes
 from decode_worker.holders import Holders
 from engine.block_pool import Reservation
 from engine.sequence import Sequence, SequenceKey
@@ -50,6 +50,8 @@ class Admission:
     gateway: Incarnation
     deadline_at: float
     """On the clock of this worker."""
+    rank: tuple[int, int]
+    """Order of service: priority under that policy, then arrival."""
     num_blocks: int
     """To reserve: the prompt, the accepted tokens and a projected answer."""
     state: AdmissionState = AdmissionState.QUEUED
@@ -73,6 +75,12 @@ class Admission:
         request = self.asked.request
         return request.num_prompt_tokens + len(request.choices[0].accepted)
 
+    @property
+    def tokens(self) -> list[int]:
+        """Those tokens."""
+        request = self.asked.request
+        return [*request.prompt_token_ids, *request.choices[0].accepted]
+
     def enter(self, state: AdmissionState) -> None:
         self.state = state
         self.marks[state] = time.monotonic()
@@ -95,6 +103,7 @@ class Admission:
             transfer_bytes=0 if self.fetch is None else self.fetch.num_bytes,
             transfer_backend="" if self.fetch is None else self.fetch.backend,
             num_prompt_tokens_computed=0 if sequence is None else sequence.num_prompt_computed,
+            num_cached_tokens=sequence.num_cached if sequence is not None and self.asked.mode is Mode.LOCAL else 0,
         )
 
 
@@ -108,11 +117,33 @@ class Intake:
         self._transfer_ids = itertools.count(1)
 
     def make_local(self, admission: Admission) -> Sequence:
-        """A sequence with nothing computed: the engine prefills it."""
-        return self._sequence(admission, first=None, blocks=[])
+        """A sequence with nothing computed: the engine prefills what the prefix cache does not hold."""
+        return self._sequence(admission)
 
     async def fetch(self, admission: Admission) -> tuple[Sequence, FirstToken]:
-        """Open, wait for the grant, move the blocks, verify them. Raises a typed error; nothing stays behind."""
+        """Open, wait for the grant, move the blocks that are not here, verify them. Raises a typed error; nothing
+        stays behind."""
+        engine = self._context.engine
+        hashes = engine.hash_prefix(admission.tokens, admission.asked.request.cache_salt)
+        held = engine.pool.hold(hashes, admission.reservation)
+        try:
+            sealed, blocks = await self._move(admission, num_held=len(held))
+        except BaseException:
+            engine.pool.free(held)
+            raise
+        first = sealed.first_tokens[0]
+        surplus = held[sealed.grant.first_block :]
+        engine.pool.free(surplus)
+        sequence = self._sequence(admission)
+        sequence.num_computed = len(sequence.tokens)
+        sequence.tokens.append(first.token_id)
+        sequence.block_table = held[: sealed.grant.first_block] + blocks
+        sequence.hashes = hashes
+        sequence.has_unverified_kv = sealed.grant.digest is DigestKind.OFF
+        return sequence, first
+
+    async def _move(self, admission: Admission, *, num_held: int) -> tuple[Sealed, list[int]]:
+        """The granted blocks, read and verified."""
         asked, failpoints = admission.asked, self._context.failpoints
         assert asked.prefill is not None
         holder = self._holders.get(asked.prefill)
@@ -123,6 +154,7 @@ class Intake:
                 handoff_id=asked.handoff_id,
                 request_id=request.request_id,
                 attempt=request.attempt,
+                num_held_blocks=num_held,
                 ticket=asked.ticket,
                 traceparent=request.traceparent,
             )
@@ -136,8 +168,10 @@ class Intake:
             raise
         admission.enter(AdmissionState.FETCHING)
         outcome, num_bytes = HandoffOutcome.ABORTED, 0
-        blocks = self._context.engine.pool.allocate(len(sealed.grant.block_ids), admission.reservation)
+        blocks: list[int] = []
         try:
+            self._check_grant(sealed.grant, admission, num_held)
+            blocks = self._context.engine.pool.allocate(len(sealed.grant.block_ids), admission.reservation)
             await failpoints.reach("decode.granted")
             transfer = self._transfers.fetch(link, self._fetch_request(sealed.grant, blocks, admission))
             try:
@@ -159,8 +193,15 @@ class Intake:
             raise
         finally:
             holder.release(asked.handoff_id, sealed.grant.lease, request.attempt, outcome, num_bytes)
-        first = sealed.first_tokens[0]
-        return self._sequence(admission, first=first, blocks=blocks), first
+        return sealed, blocks
+
+    def _check_grant(self, grant: Grant, admission: Admission, num_held: int) -> None:
+        """It is about this prompt, and nothing is missing between what is here and what it gives."""
+        num_blocks = self._context.geometry.blocks_for(admission.num_tokens)
+        if grant.num_tokens != admission.num_tokens or grant.first_block + len(grant.block_ids) != num_blocks:
+            raise LayoutMismatch(f"the grant is for {grant.num_tokens} tokens, the request has {admission.num_tokens}")
+        if grant.first_block > num_held:
+            raise LayoutMismatch(f"the grant begins at block {grant.first_block}, {num_held} blocks are here")
 
     async def _verify(self, grant: Grant, blocks: list[int], result: FetchResult) -> HandoffOutcome:
         """The verdict on what was read: OK, or the outcome of the fetch. Raises StaleLease or DigestMismatch."""
@@ -184,22 +225,17 @@ class Intake:
             deadline_s=max(0.001, admission.deadline_at - self._context.clock.now()),
         )
 
-    def _sequence(self, admission: Admission, *, first: FirstToken | None, blocks: list[int]) -> Sequence:
+    def _sequence(self, admission: Admission) -> Sequence:
         request = admission.asked.request
-        tokens = [*request.prompt_token_ids, *request.choices[0].accepted]
-        num_computed = 0
-        if first is not None:
-            num_computed = len(tokens)
-            tokens.append(first.token_id)
         reservation, admission.reservation = admission.reservation, None
         return Sequence(
             key=admission.key,
             sampling=request.sampling,
-            tokens=tokens,
+            tokens=admission.tokens,
             num_prompt_tokens=request.num_prompt_tokens,
-            num_computed=num_computed,
-            block_table=blocks,
             reservation=reservation,
+            priority=request.priority,
+            salt=request.cache_salt,
         )
 
 

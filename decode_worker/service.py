@@ -7,7 +7,7 @@ the engine is reached through the step thread only.
 import asyncio
 import logging
 import time
-from collections import deque
+from bisect import bisect, insort
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 
@@ -63,7 +63,9 @@ class DecodeRole:
         self._holders = Holders(context, transfers, me)
         self._intake = Intake(context, transfers, self._holders)
         self._admissions: dict[SequenceKey, Admission] = {}
-        self._queue: deque[Admission] = deque()
+        self._queue: list[Admission] = []
+        self._has_priorities = context.pool_config.policy == "priority"
+        self._num_arrivals = 0
         self._outboxes: dict[Incarnation, Outbox] = {}
         self._tombstones = Tombstones(context.clock, 2 * context.config.transfer.lease_s)
         self._scope = TaskScope("decode")
@@ -118,12 +120,12 @@ class DecodeRole:
             raise Cancelled("the attempt was aborted before it arrived")
         if admission.key in self._admissions:
             raise Cancelled("the attempt is here already")
-        num_ahead = len(self._queue)
-        if num_ahead >= context.pool_config.max_queue and not self._try_reserve(admission):
-            raise QueueFull(f"{context.worker_id} has {num_ahead} requests waiting for KV blocks")
+        num_ahead = bisect(self._queue, admission.rank, key=_rank)
+        if len(self._queue) >= context.pool_config.max_queue and not self._try_reserve(admission):
+            raise QueueFull(f"{context.worker_id} has {len(self._queue)} requests waiting for KV blocks")
         admission.enter(AdmissionState.QUEUED)
         if num_ahead or not self._try_reserve(admission):
-            self._queue.append(admission)
+            insort(self._queue, admission, key=_rank)
         self._admissions[admission.key] = admission
         admission.task = self._scope.spawn(self._run(admission), name=f"admission-{asked.request_id[:8]}")
         if admission.reservation is not None:
@@ -181,8 +183,10 @@ class DecodeRole:
                 "raise kv.memory_bytes or shorten the prompt",
                 param="prompt",
             )
+        self._num_arrivals += 1
         return Admission(
             asked=request,
+            rank=(asked.priority if self._has_priorities else 0, self._num_arrivals),
             gateway=asked.gateway_incarnation,
             deadline_at=context.clock.now() + asked.deadline_s,
             num_blocks=min(wanted, limits.num_blocks),
@@ -323,17 +327,23 @@ class DecodeRole:
     # -- room ---------------------------------------------------------------------------------------------------------
 
     def _try_reserve(self, admission: Admission) -> bool:
+        """Promise an admission its room. What running sequences are projected to grow by is not given away: they would
+        be preempted for it."""
         if admission.reservation is None:
+            engine = self._context.engine
+            growth = engine.num_growth_blocks
+            if growth and engine.pool.num_unpromised < admission.num_blocks + growth:
+                return False
             try:
-                admission.reservation = self._context.engine.pool.reserve(admission.num_blocks)
+                admission.reservation = engine.pool.reserve(admission.num_blocks)
             except OutOfBlocks:
                 return False
         return True
 
     def _serve_queue(self) -> None:
-        """First come, first served: the head waits for its room, nobody overtakes it."""
+        """In order of rank: the head waits for its room, nobody overtakes it."""
         while self._queue and self._try_reserve(self._queue[0]):
-            self._queue.popleft().room.set()
+            self._queue.pop(0).room.set()
 
     async def _lose_gateway(self, outbox: Outbox) -> None:
         """A gateway's stream ended: nobody reads its answers, so they are not computed."""
@@ -343,3 +353,7 @@ class DecodeRole:
         for admission in lost:
             self._tombstones.add(RequestId(admission.key.request_id), admission.key.attempt)
             await self._end(admission, None)
+
+
+def _rank(admission: Admission) -> tuple[int, int]:
+    return admission.rank

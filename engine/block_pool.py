@@ -87,22 +87,13 @@ class BlockPool:
         """Like :meth:`allocate`; as many of the first blocks as possible hold what ``hashes`` name. Also returns how
         many."""
         with self._lock:
-            hits = self._cache.find(hashes, num_blocks)
-            num_held = sum(map(self._is_held, hits))
-            promised = min(num_blocks, sum(each.remaining for each in reservations if each is not None))
-            self._need(max(0, num_blocks - num_held - promised))
-            self._num_reserved -= promised
-            for reservation in reservations:
-                if reservation is not None:
-                    spent = min(promised, reservation._remaining)
-                    reservation._remaining -= spent
-                    promised -= spent
-            self._use(hits)
-            fresh = [self._free.pop() if self._free else self._cache.evict() for _ in range(num_blocks - len(hits))]
-            for block in fresh:
-                self._in_use[block] = 1
-            self._num_in_use += len(fresh)
-            return hits + fresh, len(hits)
+            return self._take(num_blocks, self._cache.find(hashes, num_blocks), reservations)
+
+    def hold(self, hashes: Sequence[BlockHash], *reservations: Reservation | None) -> list[int]:
+        """The blocks that hold what ``hashes`` name, from the first on as far as they are here; now in use."""
+        with self._lock:
+            hits = self._cache.find(hashes, len(hashes))
+            return self._take(len(hits), hits, reservations)[0]
 
     def count_missing(self, num_blocks: int, hashes: Sequence[BlockHash] = ()) -> int:
         """Blocks that :meth:`allocate` would have to take from free and cached ones now: those it finds in the hands
@@ -196,6 +187,25 @@ class BlockPool:
             raise OutOfBlocks(
                 f"{num_blocks} KV blocks are needed, {available} of {self.num_blocks} are neither held nor promised"
             )
+
+    def _take(
+        self, num_blocks: int, hits: list[int], reservations: tuple[Reservation | None, ...]
+    ) -> tuple[list[int], int]:
+        num_held = sum(map(self._is_held, hits))
+        promised = min(num_blocks, sum(each.remaining for each in reservations if each is not None))
+        self._need(max(0, num_blocks - num_held - promised))
+        self._num_reserved -= promised
+        for reservation in reservations:
+            if reservation is not None:
+                spent = min(promised, reservation._remaining)
+                reservation._remaining -= spent
+                promised -= spent
+        self._use(hits)
+        fresh = [self._free.pop() if self._free else self._cache.evict() for _ in range(num_blocks - len(hits))]
+        for block in fresh:
+            self._in_use[block] = 1
+        self._num_in_use += len(fresh)
+        return hits + fresh, len(hits)
 
     def _grow(self, reservation: Reservation, target: int) -> bool:
         with self._lock:

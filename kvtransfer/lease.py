@@ -222,6 +222,12 @@ class LeaseTable:
         self._set_state(lease, LeaseState.CLAIMED if lease.reader else LeaseState.SEALED)
         return _view(lease)
 
+    def set_digest(self, lease_id: LeaseId, digest: int) -> None:
+        """Of the digest list that the holder was granted: it reads only what it lacks. Before it is told the grant."""
+        lease = self._leases.get(lease_id)
+        if lease is not None:
+            self._slots.set_digest(lease.slot, digest)
+
     def revoke(self, handoff_id: HandoffId, reason: str, *, now: float) -> EndedLease | None:
         """End the lease (cancelled, preempted, draining). Without one a tombstone is left, so that a late ``open`` is
         refused."""

@@ -3,7 +3,7 @@
 ::
 
     offset  0 u64 magic    8 u64 lease id    16 u64 epoch    24 u32 state    28 u32 blocks ready
-           32 u64 digest of the digest list    40..63 zero
+           32 u64 digest of the digest list that its holder was granted    40..63 zero
 
 P bumps the epoch *before* it reuses blocks; D reads the slot *after* its data is complete and accepts only the epoch
 it was granted. That is right on any transport, because the slot read is posted after the data has arrived. Every

@@ -41,7 +41,7 @@ def check_read(grant: Grant, snapshot: bytes | None, local_digests: bytes, *, nu
         num_blocks = grant.first_block + len(grant.block_ids)
         if view.state not in _READABLE or view.blocks_ready < num_blocks:
             raise StaleLease(f"only {view.blocks_ready} of {num_blocks} blocks are ready ({view.state.name.lower()})")
-        if grant.first_block == 0 and view.digest != digest.combine(grant.digest, grant.digests):
+        if view.digest != digest.combine(grant.digest, grant.digests):
             raise DigestMismatch("the digest list of the grant is not the one P sealed")
     if grant.digest is not DigestKind.OFF:
         digest.verify(grant.digests, local_digests, num_kv_heads=num_kv_heads)

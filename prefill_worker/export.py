@@ -13,7 +13,7 @@ bumps the epoch first and gives the blocks back afterwards. Everything runs on t
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from core.errors import LayoutMismatch, LeaseExpired, ServingError, StaleLease
 from core.handoff import (
@@ -68,6 +68,9 @@ class _Export:
     lease: LeaseView
     num_tokens: int
     grant: Grant | None = None
+    """Of all blocks."""
+    num_held: int = 0
+    """Blocks that the claimant says it has: they are not moved."""
     first_tokens: tuple[FirstToken, ...] = ()
 
 
@@ -216,7 +219,7 @@ class Exports:
                 _, ended = self._leases.release(message.lease, reader, reason=message.outcome, now=now)
                 if ended is not None:
                     if message.outcome is HandoffOutcome.OK:
-                        self.sent_bytes += ended.num_bytes
+                        self.sent_bytes += ended.num_bytes - self._held_bytes(message.handoff_id)
                     self._over(ended, None, outcome=message.outcome)
             case AbortHandoff():
                 self._abort(connection, message)
@@ -237,6 +240,7 @@ class Exports:
             return
         export = self._exports[message.handoff_id]
         export.lease = view
+        export.num_held = message.num_held_blocks
         if export.grant is not None:
             self._send_sealed(export, connection.incarnation)
 
@@ -256,9 +260,18 @@ class Exports:
         connection = self._connections.get(incarnation)
         assert export.grant is not None
         if connection is not None:
+            grant = _grant_from(export.grant, export.num_held, self._context.geometry.num_kv_heads)
+            self._leases.set_digest(grant.lease.lease_id, digests.combine(grant.digest, grant.digests))
             connection.outgoing.put_nowait(
-                Sealed(handoff_id=export.handoff_id, grant=export.grant, first_tokens=export.first_tokens)
+                Sealed(handoff_id=export.handoff_id, grant=grant, first_tokens=export.first_tokens)
             )
+
+    def _held_bytes(self, handoff_id: HandoffId) -> int:
+        """Bytes of a hand-off that were not moved, because the claimant had them."""
+        export = self._exports.get(handoff_id)
+        if export is None or export.grant is None:
+            return 0
+        return min(export.num_held, len(export.grant.block_ids)) * self._context.geometry.block_bytes
 
     def _refuse(self, connection: _Connection, message: Open | Claim, error: ServingError) -> None:
         connection.outgoing.put_nowait(
@@ -315,3 +328,14 @@ class Exports:
             self.end(handoff_id, LeaseExpired("the prefill worker is stopping"))
         for connection in list(self._connections.values()):
             self._lose(connection)
+
+
+def _grant_from(whole: Grant, num_held: int, num_kv_heads: int) -> Grant:
+    """The right to read what a claimant with ``num_held`` blocks lacks."""
+    first = min(num_held, len(whole.block_ids))
+    return replace(
+        whole,
+        first_block=first,
+        block_ids=whole.block_ids[first:],
+        digests=whole.digests[first * num_kv_heads * digests.DIGEST_BYTES :],
+    )

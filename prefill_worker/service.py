@@ -6,7 +6,8 @@ An attempt at P::
       |                                                 |            `--the token ends the request--> over
       `--deadline | cancel | draining--> over           `--deadline | cancel | NaN--> over
 
-ROOM is first come, first served. The call ends when the first token is known; HELD outlives it under the lease.
+ROOM is a line (first come, first served, or by priority). The call ends when the first token is known; HELD outlives
+it under the lease.
 """
 
 import asyncio
@@ -35,6 +36,7 @@ from kvtransfer.lease import LeaseTable
 from prefill_worker.export import Exports
 from rpc.server import RpcServer
 from worker.context import Tombstones, WorkerContext
+from worker.line import Line
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +62,7 @@ class PrefillRole:
         self._leases = leases
         self._attempts: dict[tuple[RequestId, int], _Attempt] = {}
         self._tombstones = Tombstones(context.clock, 2 * context.config.transfer.lease_s)
-        self._room_turn = asyncio.Lock()
-        self._num_waiting = 0
+        self._line = Line(context.pool_config)
         self._scope = TaskScope("prefill")
 
     # -- role ---------------------------------------------------------------------------------------------------------
@@ -86,7 +87,7 @@ class PrefillRole:
         computing = [attempt for attempt in self._attempts.values() if not attempt.is_held]
         return replace(
             load,
-            num_waiting=load.num_waiting + self._num_waiting,
+            num_waiting=load.num_waiting + len(self._line),
             queued_prompt_tokens=sum(attempt.num_tokens for attempt in computing),
             num_leases=stats.num_live,
             held_bytes=stats.held_bytes,
@@ -157,6 +158,8 @@ class PrefillRole:
             sampling=asked.sampling,
             pause_at=attempt.num_tokens + 1,
             reservation=reservation,
+            priority=asked.priority,
+            salt=asked.cache_salt,
         )
         added_at = time.monotonic()
         is_over = False
@@ -184,6 +187,7 @@ class PrefillRole:
                 prefill_queue_s=max(0.0, started_at - arrived_at),
                 prefill_s=max(0.0, time.monotonic() - started_at),
                 num_prompt_tokens_computed=sequence.num_prompt_computed,
+                num_cached_tokens=sequence.num_cached,
             ),
         )
 
@@ -204,31 +208,28 @@ class PrefillRole:
 
     async def _wait_for_room(self, request: PrefillRequest, attempt: _Attempt) -> Reservation:
         """Blocks for the whole prompt and a lease within the quota; the head of the line waits, nobody overtakes it."""
-        if self._num_waiting >= self._context.pool_config.max_queue:
-            raise QueueFull(f"{self._context.worker_id} has {self._num_waiting} prompts waiting")
+        if len(self._line) >= self._context.pool_config.max_queue:
+            raise QueueFull(f"{self._context.worker_id} has {len(self._line)} prompts waiting")
         num_blocks = self._context.geometry.blocks_for(attempt.num_tokens)
-        self._num_waiting += 1
-        try:
-            async with self._room_turn:
-                while True:
-                    self.exports.room_freed.clear()
-                    try:
-                        reservation = self._context.engine.pool.reserve(num_blocks)
-                    except OutOfBlocks:
-                        await self._room_freed()
-                        continue
-                    try:
-                        self._begin_export(request, attempt)
-                    except OutOfBlocks:
-                        reservation.release()
-                        await self._room_freed()
-                        continue
-                    except BaseException:
-                        reservation.release()
-                        raise
-                    return reservation
-        finally:
-            self._num_waiting -= 1
+        with self._line.join(request.request.priority) as place:
+            while True:
+                await self._line.first(place)
+                self.exports.room_freed.clear()
+                try:
+                    reservation = self._context.engine.pool.reserve(num_blocks)
+                except OutOfBlocks:
+                    await self._room_freed()
+                    continue
+                try:
+                    self._begin_export(request, attempt)
+                except OutOfBlocks:
+                    reservation.release()
+                    await self._room_freed()
+                    continue
+                except BaseException:
+                    reservation.release()
+                    raise
+                return reservation
 
     def _begin_export(self, request: PrefillRequest, attempt: _Attempt) -> None:
         asked = request.request

@@ -6,9 +6,11 @@ A router that is away changes nothing for running requests: the worker serves on
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 from core.errors import ServingError
 from core.types import CommandKind, WorkerCommand, WorkerLoad, WorkerRegistration
+from engine.prefix_cache import CacheChanges
 from rpc.clients import RouterClient
 
 log = logging.getLogger(__name__)
@@ -17,7 +19,8 @@ _BACKOFF_S = (0.1, 0.2, 0.5, 1.0)
 
 
 class Membership:
-    """Keeps the worker joined until cancelled. ``load`` is asked at every heartbeat."""
+    """Keeps the worker joined until cancelled. ``load`` is asked at every heartbeat, and ``cache_changes`` what became
+    of the prefix cache since the last one; the first heartbeat of a stream tells everything (argument true)."""
 
     def __init__(
         self,
@@ -25,12 +28,14 @@ class Membership:
         registration: WorkerRegistration,
         *,
         load: Callable[[], WorkerLoad],
+        cache_changes: Callable[[bool], CacheChanges],
         on_command: Callable[[WorkerCommand], None],
         heartbeat_s: float,
     ) -> None:
         self._router = router
         self._registration = registration
         self._load = load
+        self._cache_changes = cache_changes
         self._on_command = on_command
         self._heartbeat_s = heartbeat_s
         self._now = asyncio.Event()
@@ -62,8 +67,11 @@ class Membership:
 
     async def _messages(self) -> AsyncIterator[WorkerRegistration | WorkerLoad]:
         yield self._registration
+        is_first = True
         while True:
-            yield self._load()
+            changes = self._cache_changes(is_first)
+            is_first = False
+            yield replace(self._load(), stored_hashes=changes.stored, evicted_hashes=changes.evicted)
             try:
                 async with asyncio.timeout(self._heartbeat_s):
                     await self._now.wait()

@@ -15,6 +15,7 @@ class WorkerMetrics:
     """Series exist (at zero) from the start. Labels are model and role: bounded."""
 
     def __init__(self, context: WorkerContext, transfers: TransferThread, leases: LeaseTable) -> None:
+        self._engine = context.engine
         self._transfers = transfers
         self._leases = leases
         registry = context.telemetry.registry
@@ -34,6 +35,8 @@ class WorkerMetrics:
         self._lease_counts = gauge("kv_leases", "Leases by end since start", "outcome")
         self._held = gauge("kv_held_bytes", "Bytes held for decode workers")
         self._prompt_tokens = gauge("prompt_tokens_computed", "Prompt tokens computed since start")
+        self._prompt_tokens_cached = gauge("prompt_tokens_cached", "Prompt tokens found in the cache since start")
+        self._preemptions = gauge("preemptions", "Sequences that gave their blocks back and started over since start")
         self._generated = gauge("tokens_generated", "Tokens generated since start")
         self._step_s = Histogram(
             "baton_step_seconds", "Seconds of one step", names, buckets=_STEP_BUCKETS, registry=registry
@@ -61,3 +64,6 @@ class WorkerMetrics:
         self._held.labels(**self._own).set(load.held_bytes)
         self._prompt_tokens.labels(**self._own).set(load.prompt_tokens_computed)
         self._generated.labels(**self._own).set(load.tokens_generated)
+        counters = self._engine.counters()
+        self._prompt_tokens_cached.labels(**self._own).set(counters.prompt_tokens_cached)
+        self._preemptions.labels(**self._own).set(counters.num_preemptions)

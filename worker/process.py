@@ -178,6 +178,7 @@ class Worker:
             self._router,
             self._registration(address, http_address),
             load=self.load,
+            cache_changes=lambda whole: context.engine.pool.take_changes(whole=whole),
             on_command=self._on_command,
             heartbeat_s=context.config.router.heartbeat_s,
         )
@@ -330,6 +331,9 @@ def load_engine(config: ClusterConfig, model: ModelConfigSection, role: Role) ->
             dtype=model.dtype,
             kv_dtype=model.kv.dtype,
             invariant=model.invariant,
+            prefix_cache=model.kv.prefix_cache,
+            policy=pool.policy,
+            max_mixed_tokens=pool.max_mixed_tokens,
         ),
     )
 
