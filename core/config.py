@@ -55,7 +55,7 @@ class PoolConfig(_Section):
 
 class KVConfig(_Section):
     block_size: int = Field(default=16, ge=1, le=1024)
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     num_blocks: int | Literal["auto"] = "auto"
     memory_bytes: int | Literal["auto"] = "auto"
     """Size of the KV pool of one worker, when ``num_blocks`` is ``auto``. ``auto`` on CPU: 2 GiB, at most 1/8 of the
@@ -78,7 +78,7 @@ class ModelConfigSection(_Section):
     path: str = DEFAULT_MODEL
     """An alias, a local folder, a .gguf file, or a hub id."""
     max_context: int | Literal["auto"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
     invariant: bool = True
     """Bitwise equal results under any batching (law 3)."""
     kv: KVConfig = KVConfig()

@@ -6,6 +6,7 @@ from typing import Literal
 
 from core.errors import ConfigError
 from core.kv import KVFormat
+from engine.dtypes import quantisation_of, resolve_dtypes
 from engine.kv_cache import KVShape, num_blocks_for
 from engine.scheduler import Policy
 from modelfiles.model import ModelFiles
@@ -27,8 +28,9 @@ class EngineConfig:
     max_context: int | Literal["auto"] = "auto"
     """``auto``: what the model was trained for."""
     dtype: str = "auto"
-    """Of weights and arithmetic. ``auto`` is float32, the only one on CPU so far."""
+    """Of weights and arithmetic: float32, bfloat16 or int8."""
     kv_dtype: str = "auto"
+    """float32 or bfloat16. ``auto``: as docs/measurements.md found it best beside ``dtype``."""
     invariant: bool = True
     """Law 3 bitwise: rows of a step are padded so that none depends on the others."""
     prefix_cache: bool = True
@@ -56,8 +58,7 @@ class EngineLimits:
 def resolve(files: ModelFiles, config: EngineConfig) -> tuple[KVFormat, KVShape, EngineLimits]:
     """Replace every ``auto``. Raises :class:`ConfigError` where the choices cannot work, with the remedy."""
     model = files.config
-    dtype = _dtype("dtype", config.dtype)
-    kv_dtype = _dtype("kv.dtype", config.kv_dtype)
+    dtype, kv_dtype = resolve_dtypes(config.dtype, config.kv_dtype)
     max_context = model.max_context if config.max_context == "auto" else config.max_context
     if max_context > model.max_context:
         raise ConfigError(
@@ -86,7 +87,7 @@ def resolve(files: ModelFiles, config: EngineConfig) -> tuple[KVFormat, KVShape,
         template_digest="" if template is None else template.digest,
         compute_dtype=dtype,
         kv_dtype=kv_dtype,
-        quantisation="none",
+        quantisation=quantisation_of(dtype),
         num_layers=model.num_layers,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
@@ -101,12 +102,6 @@ def resolve(files: ModelFiles, config: EngineConfig) -> tuple[KVFormat, KVShape,
         max_step_tokens=config.max_step_tokens,
     )
     return kv_format, shape, limits
-
-
-def _dtype(name: str, dtype: str) -> str:
-    if dtype not in ("auto", "float32"):
-        raise ConfigError(f"models[].{name} is {dtype}: this build computes in float32 on CPU; say auto or float32")
-    return "float32"
 
 
 def _auto_memory_bytes() -> int:

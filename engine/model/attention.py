@@ -68,7 +68,7 @@ class AttentionPlan:
         geometry = self._cache.geometry
         rows = self._slots_T2K + layer * 2 * geometry.block_size
         values = kv_T2KD[: self.num_rows].reshape(-1, geometry.head_dim)
-        self._cache.slots.index_copy_(0, rows.view(-1), values)
+        self._cache.slots.index_copy_(0, rows.view(-1), values.to(self._cache.slots.dtype))
 
     def attend(self, layer: int, q_THD: Tensor, out_THD: Tensor, window: int | None = None) -> None:
         """``out = softmax(q K^T / sqrt(D)) V`` over each row's context. Call :meth:`write` of the layer first.
@@ -230,10 +230,10 @@ def _weigh(scores_BRN: Tensor, values_BND: Tensor) -> Tensor:
 
 
 def _gather(cache: KVCache, tiles: Tensor, layer: int, num_batch: int, num_keys: int) -> tuple[Tensor, Tensor]:
-    """Keys and values ``[batch, N, D]`` of one layer, copied out of the blocks."""
+    """Keys and values ``[batch, N, D]`` of one layer in float32, copied out of the blocks."""
     geometry = cache.geometry
     rows = tiles.view(-1) + 2 * layer
-    both = cache.tiles.index_select(0, rows).view(2, num_batch, -1, geometry.head_dim)
+    both = cache.tiles.index_select(0, rows).to(torch.float32).view(2, num_batch, -1, geometry.head_dim)
     return both[0, :, :num_keys], both[1, :, :num_keys]
 
 

@@ -9,8 +9,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from core.errors import ConfigError
-
 ROW_MULTIPLE = 4
 """No kernel in use wants more, so padding to this is always enough."""
 
@@ -50,8 +48,9 @@ class Linears(Protocol):
 
 def make_linears(dtype: str) -> Linears:
     """The products of a resolved dtype (never ``auto``)."""
+    from engine.model.linear_bfloat16 import Bfloat16Linears
     from engine.model.linear_float32 import Float32Linears
+    from engine.model.linear_int8 import Int8Linears
 
-    if dtype == "float32":
-        return Float32Linears()
-    raise ConfigError(f"models[].dtype is {dtype}: say float32")
+    makers: dict[str, type[Linears]] = {"float32": Float32Linears, "bfloat16": Bfloat16Linears, "int8": Int8Linears}
+    return makers[dtype]()

@@ -284,7 +284,8 @@ def test_an_unknown_architecture_is_refused_with_those_that_are_known() -> None:
     [
         ({"max_context": 513}, "max_context"),
         ({"max_sequences": 33}, "max_sequences"),
-        ({"dtype": "bfloat16"}, "float32"),
+        ({"dtype": "float16"}, "float32, bfloat16, int8"),
+        ({"kv_dtype": "int8"}, "float32, bfloat16"),
         ({"num_blocks": "auto", "memory_bytes": 1000}, "memory_bytes"),
     ],
     ids=str,
@@ -294,6 +295,16 @@ def test_a_config_that_cannot_work_is_refused_with_the_remedy(
 ) -> None:
     with pytest.raises(ConfigError, match=remedy):
         make(tiny_files, first_engine, **changes)
+
+
+def test_workers_of_unequal_arithmetic_never_pair(tiny_files: RandomLlama) -> None:
+    formats = {
+        (dtype, kv_dtype): make(tiny_files, dtype=dtype, kv_dtype=kv_dtype).format
+        for dtype in ("float32", "bfloat16", "int8")
+        for kv_dtype in ("float32", "bfloat16")
+    }
+    assert len({each.hash() for each in formats.values()}) == 6
+    assert formats["int8", "bfloat16"].quantisation != formats["bfloat16", "bfloat16"].quantisation
 
 
 def test_untied_heads_and_attention_biases_are_used() -> None:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine.model import linear_float32
+from engine.model import linear_float32, linear_int8
 from engine.model.attention import KEY_TILE
-from engine.model.linear import ROW_MULTIPLE
+from engine.model.linear import ROW_MULTIPLE, make_linears
 from engine.model.linear_float32 import Float32Linear
 
 ROWS = (*range(ROW_MULTIPLE, 65, ROW_MULTIPLE), 72, 96, 128, 160, 252, 256, 320, 384, 508, 512)
@@ -41,6 +41,54 @@ def test_rows_do_not_depend_on_their_number_or_place(
             if first + number <= 512:
                 rows = slice(first, first + number)
                 assert torch.equal(layer(x[rows].contiguous()), expected[rows]), f"{number} rows from {first}"
+
+
+@pytest.mark.usefixtures("num_threads")
+@pytest.mark.parametrize("kernel", ["preferred", "fallback"])
+@pytest.mark.parametrize("shape", [(960, 576), (576, 576), (3072, 576), (576, 1536), (4099, 576), (101, 32)])
+def test_integer_products_need_no_padding(shape: tuple[int, int], kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kernel == "fallback":
+        monkeypatch.setattr(linear_int8, "has_fused_kernel", lambda: False)
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(shape, generator=generator) * 0.05, torch.randn(shape[0], generator=generator)
+    gain = torch.rand(shape[1], generator=generator) + 0.5
+    x = torch.randn(320, shape[1], generator=generator) * torch.rand(320, 1, generator=generator).exp()
+    linears = make_linears("int8")
+    assert linears.row_multiple == 1
+    for layer in (linears.linear(weight), linears.linear(weight, bias), linears.normed(gain, weight, bias, 1e-5)):
+        expected = layer(x)
+        for number in (*range(1, 10), 15, 16, 17, 31, 32, 33, 63, 64, 65, 129, 257):
+            for first in (3, 320 - number):
+                if first + number <= 320:
+                    rows = slice(first, first + number)
+                    assert torch.equal(layer(x[rows].contiguous()), expected[rows]), f"{number} rows from {first}"
+
+
+@pytest.mark.usefixtures("num_threads")
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 2e-2), ("int8", 3e-2)])
+def test_products_are_near_those_of_double_precision(dtype: str, bound: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(96, 160, generator=generator), torch.randn(96, generator=generator)
+    gain, x = torch.rand(160, generator=generator) + 0.5, torch.randn(12, 160, generator=generator) * 3
+    linears = make_linears(dtype)
+    exact = x.double() @ weight.double().T
+    normed = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt() * gain
+    for y, expected in (
+        (linears.linear(weight.clone())(x), exact),
+        (linears.linear(weight.clone(), bias)(x), exact + bias),
+        (linears.normed(gain, weight.clone(), None, 1e-5)(x), normed @ weight.double().T),
+        (linears.normed(gain, weight.clone(), bias, 1e-5)(x), normed @ weight.double().T + bias),
+    ):
+        assert (y - expected).norm() / expected.norm() < bound
+    residual = torch.ones(12, 96)
+    linears.linear(weight.clone(), bias).add_to(residual, x)
+    assert (residual - 1 - exact - bias).norm() / exact.norm() < bound
+
+
+def test_a_row_of_zeros_stays_one() -> None:
+    linears, ones = make_linears("int8"), torch.ones(8, 8)
+    for linear in (linears.linear(ones), linears.normed(ones[0], ones, None, 1e-5)):
+        assert torch.equal(linear(torch.zeros(3, 8)), torch.zeros(3, 8))
 
 
 @pytest.mark.usefixtures("num_threads")
