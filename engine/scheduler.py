@@ -134,6 +134,14 @@ class Scheduler:
         self._start_waiting(failed)
         return Schedule(chunks=self._spend_budget(), failed=tuple(failed), num_preempted=num_preempted)
 
+    def complete(self, chunk: Chunk, *, is_broken: bool = False) -> int:
+        """The chunk is computed; unless its scores are ``is_broken``, others may share what it filled. Returns how many
+        of its tokens are of the original prompt."""
+        num_prompt = chunk.sequence.mark_computed(chunk.num_tokens)
+        if not is_broken:
+            self._tables.publish(chunk.sequence)
+        return num_prompt
+
     def _rank(self, sequence: Sequence) -> tuple[int, int]:
         return (sequence.priority if self._limits.policy == "priority" else 0, sequence.arrival)
 

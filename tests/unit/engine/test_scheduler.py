@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -26,9 +27,10 @@ def scheduler(
     max_mixed_tokens: int = 1000,
     projected_tokens: int = 1,
     policy: Policy = "fcfs",
+    is_caching: bool = False,
 ) -> tuple[Scheduler, BlockPool]:
     pool = BlockPool(num_blocks)
-    tables = BlockTables(pool, block_size=BLOCK, copy_block=lambda source, target, num: None, is_caching=False)
+    tables = BlockTables(pool, block_size=BLOCK, copy_block=lambda source, target, num: None, is_caching=is_caching)
     limits = Limits(
         max_step_tokens=budget,
         max_sequences=max_sequences,
@@ -43,13 +45,13 @@ def prompt(num_tokens: int, **options: object) -> Sequence:
     return make_sequence(range(num_tokens), **options)
 
 
-def play(schedule: Schedule) -> None:
+def play(one: Scheduler, schedule: Schedule) -> None:
     """What a step does: everything scheduled is computed, complete sequences get a token."""
     for chunk in schedule.chunks:
         sequence = chunk.sequence
         assert len(sequence.block_table) * BLOCK >= chunk.end, "a chunk without blocks"
         is_sampled = chunk.is_sampled
-        sequence.mark_computed(chunk.num_tokens)
+        one.complete(chunk)
         if is_sampled:
             sequence.tokens.append(0)
 
@@ -66,18 +68,89 @@ def test_a_long_prompt_is_cut_into_chunks_of_the_budget() -> None:
     for _ in range(4):
         schedule = one.schedule()
         sizes.append(schedule.chunks[0].num_tokens)
-        play(schedule)
+        play(one, schedule)
     assert sizes == [16, 16, 8, 1]
+
+
+def test_beside_answers_a_prompt_takes_no_more_than_its_share() -> None:
+    """And an answer never waits: each step has its token."""
+    one, _ = scheduler(budget=64, max_mixed_tokens=10)
+    answer, late = prompt(3), prompt(25)
+    one.add(answer)
+    play(one, one.schedule())
+    one.add(late)
+    steps = []
+    for _ in range(3):
+        schedule = one.schedule()
+        steps.append(shares(schedule))
+        play(one, schedule)
+    assert steps == [[(answer, 1), (late, 10)], [(answer, 1), (late, 10)], [(answer, 1), (late, 5)]]
+
+
+def test_a_prompt_alone_takes_the_whole_budget() -> None:
+    one, _ = scheduler(budget=64, max_mixed_tokens=10)
+    one.add(prompt(50))
+    assert [chunk.num_tokens for chunk in one.schedule().chunks] == [50]
+
+
+def test_under_priorities_the_lowest_number_starts_first_and_the_oldest_of_equals() -> None:
+    one, _ = scheduler(budget=64, max_sequences=2, policy="priority")
+    low, first, second = prompt(3, priority=5), prompt(3, priority=1), prompt(3, priority=1)
+    for each in (low, first, second):
+        one.add(each)
+    assert [each for each, _ in shares(one.schedule())] == [first, second]
+    one.finish(first)
+    assert low in [each for each, _ in shares(one.schedule())]
+
+
+def test_without_that_policy_priorities_mean_nothing() -> None:
+    one, _ = scheduler(budget=64, max_sequences=1)
+    first, urgent = prompt(3, priority=5), prompt(3, priority=-5)
+    one.add(first)
+    one.add(urgent)
+    assert shares(one.schedule()) == [(first, 3)]
+
+
+def test_the_lowest_priority_is_preempted_however_old_it_is() -> None:
+    one, pool = scheduler(num_blocks=5, policy="priority")
+    old, urgent = prompt(7, max_tokens=100, priority=1), prompt(7, max_tokens=100, priority=0)
+    one.add(old)
+    one.add(urgent)
+    for _ in range(3):
+        play(one, one.schedule())
+    assert (old.num_preemptions, urgent.num_preemptions) == (1, 0) and pool.counts().is_conserved()
+
+
+def test_a_newcomer_waits_until_the_room_that_others_will_want_is_left() -> None:
+    """It would be preempted for them otherwise."""
+    one, _ = scheduler(num_blocks=8, projected_tokens=8)
+    runs, newcomer = prompt(16, max_tokens=20), prompt(7, max_tokens=2)
+    one.add(runs)
+    play(one, one.schedule())
+    one.add(newcomer)  # 3 blocks are free and it needs 2, but the other will want 2 more
+    assert shares(one.schedule()) == [(runs, 1)]
+    one.finish(runs)
+    assert shares(one.schedule()) == [(newcomer, 7)]
+
+
+def test_a_promise_counts_as_room_to_grow() -> None:
+    one, pool = scheduler(num_blocks=8, projected_tokens=8)
+    runs = prompt(16, max_tokens=9, reservation=pool.reserve(6))
+    newcomer = prompt(7, max_tokens=1)
+    one.add(runs)
+    play(one, one.schedule())
+    one.add(newcomer)
+    assert len(one.schedule().chunks) == 2 and one.num_growth_blocks == 0
 
 
 def test_one_pending_token_comes_before_any_prompt() -> None:
     one, _ = scheduler(budget=16)
     old, new = prompt(40), prompt(3)
     one.add(old)
-    play(one.schedule())
+    play(one, one.schedule())
     one.add(new)
-    play(one.schedule())  # the old prompt takes the whole budget
-    play(one.schedule())  # rest of the old, and the new
+    play(one, one.schedule())  # the old prompt takes the whole budget
+    play(one, one.schedule())  # rest of the old, and the new
     late = prompt(30)
     one.add(late)
     assert shares(one.schedule()) == [(old, 1), (new, 1), (late, 14)]
@@ -113,7 +186,7 @@ def crowd() -> tuple[Scheduler, BlockPool, Sequence, Sequence]:
     one.add(old)
     one.add(young)
     for _ in range(3):
-        play(one.schedule())
+        play(one, one.schedule())
     return one, pool, old, young
 
 
@@ -129,10 +202,10 @@ def test_a_preempted_sequence_keeps_its_place_in_the_line() -> None:
     one, _, old, young = crowd()
     later = prompt(1)
     one.add(later)
-    play(one.schedule())
+    play(one, one.schedule())
     assert one.waiting == [young, later], "the later one must not take the blocks of the head"
     one.finish(old)
-    play(one.schedule())
+    play(one, one.schedule())
     assert one.running == [young, later]
 
 
@@ -140,9 +213,9 @@ def test_a_head_of_the_line_collects_blocks_that_others_may_not_reserve() -> Non
     one, pool = scheduler(num_blocks=8)
     holder, head = prompt(20), prompt(24)
     one.add(holder)
-    play(one.schedule())
+    play(one, one.schedule())
     one.add(head)
-    play(one.schedule())
+    play(one, one.schedule())
     assert head.state is SequenceState.WAITING and pool.counts().reserved > 0
     with pytest.raises(OutOfBlocks):
         pool.reserve(1)
@@ -192,8 +265,8 @@ def test_a_lone_sequence_that_outgrows_the_pool_fails_typed() -> None:
     one, pool = scheduler(num_blocks=2)
     lone = prompt(7, max_tokens=100)
     one.add(lone)
-    play(one.schedule())
-    play(one.schedule())
+    play(one, one.schedule())
+    play(one, one.schedule())
     schedule = one.schedule()
     assert [each for each, _ in schedule.failed] == [lone] and lone.is_finished
     assert pool.counts().is_idle()
@@ -203,7 +276,7 @@ def test_a_parked_sequence_keeps_its_blocks_and_takes_no_part() -> None:
     one, pool = scheduler()
     parked = prompt(6, pause_at=7)
     one.add(parked)
-    play(one.schedule())
+    play(one, one.schedule())
     one.park(parked)
     assert not one.has_work and pool.counts().in_use == 2
     one.finish(parked)
@@ -218,21 +291,35 @@ class Job:
 
 
 jobs = st.lists(
-    st.tuples(st.integers(1, 30), st.integers(1, 20), st.integers(0, 30), st.booleans()), min_size=1, max_size=12
+    st.tuples(st.integers(1, 30), st.integers(1, 20), st.integers(0, 30), st.booleans(), st.integers(0, 2)),
+    min_size=1,
+    max_size=12,
+)
+limits = st.fixed_dictionaries(
+    {
+        "num_blocks": st.integers(4, 24),
+        "budget": st.integers(4, 24),
+        "max_sequences": st.integers(1, 4),
+        "max_mixed_tokens": st.sampled_from((1, 5, 100)),
+        "projected_tokens": st.sampled_from((1, 8, 100)),
+        "policy": st.sampled_from(("fcfs", "priority")),
+        "is_caching": st.booleans(),
+    }
 )
 
 
 @settings(max_examples=150, deadline=None)
-@given(jobs=jobs, num_blocks=st.integers(4, 24), budget=st.integers(4, 24), max_sequences=st.integers(1, 4))
+@given(jobs=jobs, limits=limits)
 def test_every_sequence_ends_whatever_the_load(
-    jobs: list[tuple[int, int, int, bool]], num_blocks: int, budget: int, max_sequences: int
+    jobs: list[tuple[int, int, int, bool, int]], limits: dict[str, Any]
 ) -> None:
-    """Finished or failed typed, in a bounded number of steps; blocks are conserved, the oldest is never preempted."""
-    one, pool = scheduler(num_blocks, budget=budget, max_sequences=max_sequences)
+    """Finished or failed typed, in a bounded number of steps; blocks are conserved, the first is never preempted."""
+    one, pool = scheduler(**limits)
     todo = [
-        Job(prompt(length, max_tokens=new, **({"pause_at": length + 1} if pauses else {})), new, at)
-        for length, new, at, pauses in jobs
+        Job(prompt(length, max_tokens=new, priority=urgency, pause_at=length + 1 if pauses else None), new, at)
+        for length, new, at, pauses, urgency in jobs
     ]
+    has_priorities = limits["policy"] == "priority"
     targets = {job.sequence.key: len(job.sequence.tokens) + job.num_new for job in todo}
     ended: set[object] = set()
     for step in range(3000):
@@ -240,17 +327,20 @@ def test_every_sequence_ends_whatever_the_load(
             if job.arrives_at == step:
                 one.add(job.sequence)
         alive = [*one.running, *one.waiting]
-        oldest = min(one.running, key=lambda each: each.arrival, default=None)
+        first = min(alive, key=lambda each: (each.priority * has_priorities, each.arrival), default=None)
+        is_running = first is not None and first.state is SequenceState.RUNNING
         schedule = one.schedule()
         assert schedule.chunks or not alive or schedule.failed, "work, but nothing runs"
-        assert sum(chunk.num_tokens for chunk in schedule.chunks) <= budget
-        assert len(one.running) <= max_sequences
-        if oldest is not None and not oldest.is_finished:
-            assert oldest.state is SequenceState.RUNNING, "the oldest was preempted"
+        assert sum(chunk.num_tokens for chunk in schedule.chunks) <= limits["budget"]
+        assert len(one.running) <= limits["max_sequences"]
+        if first is not None and is_running and not first.is_finished:
+            assert first.state is SequenceState.RUNNING, "the first of the line was preempted"
+        scheduled = {chunk.sequence.key for chunk in schedule.chunks}
+        assert all(each.key in scheduled for each in one.running if each.num_pending == 1), "an answer waits"
         for sequence, _ in schedule.failed:
-            assert -(-len(sequence.tokens) // BLOCK) > num_blocks
+            assert -(-len(sequence.tokens) // BLOCK) > limits["num_blocks"]
             ended.add(sequence.key)
-        play(schedule)
+        play(one, schedule)
         for chunk in schedule.chunks:
             sequence = chunk.sequence
             if sequence.num_pending == 1 and sequence.pause_at == len(sequence.tokens):
