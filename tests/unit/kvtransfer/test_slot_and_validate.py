@@ -6,6 +6,7 @@ from core.errors import DigestMismatch, StaleLease
 from core.handoff import DigestKind, Grant
 from core.ids import HandoffId
 from kvtransfer.backends.inproc import Fabric
+from kvtransfer.digest import combine
 from kvtransfer.lease import LeaseView
 from kvtransfer.slot import SLOT_MAGIC, LeaseState, SlotMemory, parse_slot
 from kvtransfer.validate import check_read, check_slot
@@ -91,3 +92,29 @@ def test_after_the_death_of_p_equal_digests_suffice_and_nothing_else_does() -> N
         check_read(grant, None, grant.digests[:-1] + b"\0", num_kv_heads=HEADS)
     with pytest.raises(StaleLease, match="digests are off"):
         check_read(replace(grant, digest=DigestKind.OFF, digests=b""), None, b"", num_kv_heads=HEADS)
+
+
+def test_a_grant_of_the_blocks_that_were_missing_is_bound_by_the_slot_too() -> None:
+    side, view, whole = sealed()
+    rest = replace(whole, first_block=1, block_ids=whole.block_ids[1:], digests=whole.digests[8 * HEADS :])
+    with pytest.raises(DigestMismatch, match="not the one"):
+        check_read(rest, side.slots.snapshot(view.slot), rest.digests, num_kv_heads=HEADS)
+    side.leases.set_digest(view.ref.lease_id, combine(rest.digest, rest.digests))
+    snapshot = side.slots.snapshot(view.slot)
+    check_read(rest, snapshot, rest.digests, num_kv_heads=HEADS)
+    with pytest.raises(DigestMismatch, match="not the one"):
+        check_read(whole, snapshot, whole.digests, num_kv_heads=HEADS)
+    side.blocks[3, 0] ^= 1
+    with pytest.raises(DigestMismatch, match="block 1 of the hand-off"):
+        check_read(rest, snapshot, side.digester().digest([2, 3]), num_kv_heads=HEADS)
+
+
+def test_a_grant_of_nothing_still_needs_a_living_lease() -> None:
+    side, view, whole = sealed()
+    nothing = replace(whole, first_block=3, block_ids=(), digests=b"")
+    side.leases.set_digest(view.ref.lease_id, combine(nothing.digest, b""))
+    check_read(nothing, side.slots.snapshot(view.slot), b"", num_kv_heads=HEADS)
+    side.leases.revoke(HandoffId("h"), "test", now=1.0)
+    with pytest.raises(StaleLease):
+        check_read(nothing, side.slots.snapshot(view.slot), b"", num_kv_heads=HEADS)
+    side.leases.set_digest(view.ref.lease_id, 1)  # of a lease that has ended: nothing happens
