@@ -149,6 +149,8 @@ class TokenChunk:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     """Empty, or one for each token."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the prompt's tokens from the second on. Given once, with the first token of a worker that read the prompt."""
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     """The token that ended the choice, when ``finish_reason`` is ``stop``."""
@@ -332,6 +334,8 @@ class PrefillReply:
     first_tokens: tuple[FirstToken, ...]
     num_cached_tokens: int
     stages: StageTimes
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """If they were asked for: of the prompt's tokens from the second on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

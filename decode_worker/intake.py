@@ -24,6 +24,7 @@ from core.ids import Incarnation
 from core.types import AdmitRequest, FirstToken, Mode, StageTimes
 from decode_worker.holders import Holders
 from engine.block_pool import Reservation
+from engine.grammar import GrammarState
 from engine.sequence import Sequence, SequenceKey
 from kvtransfer.fetch import FetchRequest, FetchResult
 from kvtransfer.transfer_thread import TransferThread
@@ -59,6 +60,8 @@ class Admission:
     room: asyncio.Event = field(default_factory=asyncio.Event)
     task: "asyncio.Task[None] | None" = None
     sequence: Sequence | None = None
+    grammar: GrammarState | None = None
+    """At its start; the sequence follows it."""
     marks: dict[str, float] = field(default_factory=dict)
     """``time.monotonic`` of state changes: they become the stage times."""
     fetch: FetchResult | None = None
@@ -236,6 +239,7 @@ class Intake:
             reservation=reservation,
             priority=request.priority,
             salt=request.cache_salt,
+            grammar=admission.grammar,
         )
 
 

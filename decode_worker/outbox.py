@@ -84,4 +84,5 @@ def _merge(first: TokenChunk, second: TokenChunk) -> TokenChunk:
         first_index=first.first_index,
         token_ids=first.token_ids + second.token_ids,
         logprobs=first.logprobs + second.logprobs,
+        prompt_logprobs=first.prompt_logprobs + second.prompt_logprobs,
     )

@@ -110,12 +110,14 @@ class DecodeRole:
         """Reserve blocks now (accepted), or take a place in the queue. Refusals leave nothing behind."""
         context, asked = self._context, request.request
         context.check(asked, request.worker_incarnation)
+        grammar = await context.start_grammar(asked.sampling)
         await context.failpoints.reach("decode.admit")
         if asked.gateway_incarnation not in self._outboxes:
             raise WorkerLost("the gateway has no outputs stream here", worker_id=context.worker_id)
         if request.mode is Mode.SPLIT and (request.prefill is None or context.role is Role.UNIFIED):
             raise InvalidRequest("a split placement names a prefill worker, and a unified worker takes none")
         admission = self._make_admission(request)
+        admission.grammar = grammar
         if (asked.request_id, asked.attempt) in self._tombstones:
             raise Cancelled("the attempt was aborted before it arrived")
         if admission.key in self._admissions:
@@ -277,6 +279,7 @@ class DecodeRole:
                     first_index=output.index,
                     token_ids=(output.token_id,),
                     logprobs=() if output.logprobs is None else (output.logprobs,),
+                    prompt_logprobs=output.prompt_logprobs,
                     finish_reason=output.finish_reason,
                     stop_token_id=output.stop_token_id,
                     stages=admission.stages(ended_at) if is_over else None,

@@ -2,7 +2,7 @@
 
 import math
 
-from core.errors import ContextTooLong, InvalidRequest
+from core.errors import ContextTooLong, InternalError, InvalidRequest
 from core.types import SamplingParams
 from engine.config import EngineLimits
 from engine.sequence import Sequence
@@ -20,9 +20,10 @@ def check_sequence(sequence: Sequence, limits: EngineLimits) -> None:
     if sequence.num_generated >= sampling.max_tokens:
         raise InvalidRequest(f"{sequence.num_generated} tokens are generated, max_tokens is {sampling.max_tokens}")
     if sampling.grammar:
-        raise InvalidRequest("structured output is not supported by this worker")
-    if sampling.prompt_logprobs is not None:
-        raise InvalidRequest("prompt_logprobs is not supported by this worker", param="prompt_logprobs")
+        if sequence.grammar is None:
+            raise InternalError("the grammar was not compiled")
+        if sampling.ignore_eos:
+            raise InvalidRequest("ignore_eos cannot be used with a grammar", param="ignore_eos")
     for param, is_sane in _numbers_of(sampling):
         if not is_sane:
             raise InvalidRequest(f"{param} is out of range", param=param)
@@ -44,6 +45,7 @@ def _numbers_of(sampling: SamplingParams) -> tuple[tuple[str, bool], ...]:
         ("logit_bias", all(math.isfinite(bias) for _, bias in sampling.logit_bias)),
         ("bad_words", all(sampling.bad_words)),
         ("logprobs", sampling.logprobs is None or sampling.logprobs >= 0),
+        ("prompt_logprobs", sampling.prompt_logprobs is None or sampling.prompt_logprobs >= 0),
     )
 
 

@@ -3,7 +3,8 @@
 It knows no roles. What makes a prefill worker is that its sequences pause behind their first token and are detached;
 what makes a decode worker is that its sequences arrive with their KV.
 
-Threads: :attr:`Engine.pool` may be used from anywhere; everything else belongs to one thread, the step thread.
+Threads: :attr:`Engine.pool` and :attr:`Engine.grammars` may be used from anywhere; everything else belongs to one
+thread, the step thread.
 
 Ownership of blocks: ``add`` takes over the blocks and the reservation of a sequence, even when it raises. The engine
 frees them when the sequence is refused, finishes, fails or is removed. A paused sequence keeps its blocks until it is
@@ -26,8 +27,10 @@ from engine.block_table import BlockTables
 from engine.checks import check_sequence
 from engine.config import EngineConfig as EngineConfig
 from engine.config import resolve
+from engine.grammar import Grammars
 from engine.kv_cache import KVCache
 from engine.model.decoder import Decoder
+from engine.prompt_scores import score_prompts
 from engine.sampler import Sampled, sample
 from engine.scheduler import Chunk, Limits, Scheduler
 from engine.sequence import Sequence, SequenceKey, SequenceState
@@ -65,6 +68,8 @@ class SequenceOutput:
     index: int = -1
     """Of the token among the generated ones, from the end of the original prompt."""
     logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Given once, with the first token after the prompt was computed here: of its tokens from the second on."""
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     error: ServingError | None = None
@@ -103,6 +108,9 @@ class Engine:
         )
         self.cache = KVCache(shape, self.limits.num_blocks)
         self.pool = BlockPool(self.limits.num_blocks)
+        self.grammars = Grammars(
+            files.tokenizer(), vocab_size=self.limits.vocab_size, eos_token_ids=files.config.eos_token_ids
+        )
         self._totals = EngineCounters()
         self._is_caching = config.prefix_cache
         self._tables = BlockTables(
@@ -174,6 +182,8 @@ class Engine:
         except ServingError:
             self._scheduler.finish(sequence)
             raise
+        if sequence.sampling.prompt_logprobs is not None and sequence.num_tokens_computed == 0:
+            sequence.prompt_scores = [] if sequence.num_computed == 0 else None
         self._sequences[sequence.key] = sequence
         self._scheduler.add(sequence)
 
@@ -237,6 +247,8 @@ class Engine:
         started_at = time.monotonic()
         batch = build_batch(chunks, self.cache, num_heads=self.model.config.num_heads, row_multiple=self._row_multiple)
         hidden_TH = self.model.forward(batch.tokens_T, batch.positions_T, batch.plan)
+        if any(chunk.sequence.prompt_scores is not None for chunk in chunks):
+            score_prompts(self.model, hidden_TH, chunks, self._row_multiple)
         sampled: list[Sampled] = []
         if batch.sampled:
             logits_RV = self.model.logits(hidden_TH[batch.sampled_rows_R])[: len(batch.sampled)]
@@ -276,16 +288,19 @@ class Engine:
             num_generated=sequence.num_generated,
             num_tokens=len(sequence.tokens),
             max_context=self.limits.max_context,
+            is_end=sampled.is_end,
         )
         if finish is not None:
             self._end(sequence)
         elif sequence.pause_at is not None and len(sequence.tokens) >= sequence.pause_at:
             self._scheduler.park(sequence)
+        prompt_logprobs, sequence.prompt_scores = tuple(sequence.prompt_scores or ()), None
         return SequenceOutput(
             sequence=sequence,
             token_id=sampled.token_id,
             index=sequence.num_generated - 1,
             logprobs=sampled.logprobs,
+            prompt_logprobs=prompt_logprobs,
             finish_reason=None if finish is None else finish.reason,
             stop_token_id=None if finish is None else finish.stop_token_id,
         )

@@ -1,8 +1,8 @@
 """From scores to tokens. A row's token depends on its own scores, options and key, never on its neighbours.
 
-Order: raw scores -> log probabilities (if asked for) -> allowed ids, bad words, minimum length, bias, penalties ->
-greedy, or temperature, min_p, top_k, top_p and one exact draw by Gumbel-max (the argmax of score + Gumbel noise is a
-softmax sample).
+Order: raw scores -> log probabilities (if asked for) -> what :mod:`engine.shaping` forbids and weighs -> greedy, or
+temperature, min_p, top_k, top_p and one exact draw by Gumbel-max (the argmax of score + Gumbel noise is a softmax
+sample).
 
 The noise is a pure function of (seed, choice, absolute position, token id): :func:`sampling_key` and :func:`gumbel`
 are integer mixing (SplitMix64, Steele et al. 2014) that a GPU kernel can repeat. So a draw does not depend on the
@@ -11,7 +11,6 @@ batch, the step or the worker it happens on, and only the candidates that are le
 Ties are kept: ``top_k`` and ``top_p`` cut at a value, so equal scores stay together.
 """
 
-from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -19,11 +18,13 @@ import torch
 from torch import Tensor
 
 from core.errors import InternalError, InvalidRequest, ServingError
-from core.types import SamplingParams, TokenLogprobs
+from core.types import TokenLogprobs
 from engine.sequence import Sequence
-from engine.stopping import stop_token_ids
+from engine.shaping import NEVER, shape
 
-NEVER = float("-inf")
+_DEAD_END = (
+    "no token is left to choose: allowed_token_ids, bad_words, logit_bias, min_tokens or the grammar forbid them all"
+)
 _MASK = (1 << 64) - 1
 _GAMMA, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _FIRST_CANDIDATES = 256
@@ -35,6 +36,8 @@ class Sampled:
 
     token_id: int = -1
     logprobs: TokenLogprobs | None = None
+    is_end: bool = False
+    """The grammar has nothing to say behind what there is: the token ends the choice, whatever its minimum length."""
     error: ServingError | None = None
 
 
@@ -47,78 +50,37 @@ def sample(logits_RV: Tensor, sequences: Seq[Sequence]) -> list[Sampled]:
             errors[row] = InternalError("the model's scores are not finite for this request")
             logits_RV[row] = 0.0
     wanting = [row for row, each in enumerate(sequences) if each.sampling.logprobs is not None]
-    raw_logprobs = dict(zip(wanting, torch.log_softmax(logits_RV[wanting], -1), strict=True)) if wanting else {}
-    for row, sequence in enumerate(sequences):
-        if row not in errors and _shape(logits_RV[row], sequence) and not _is_finite(logits_RV[row].amax().item()):
-            errors[row] = InvalidRequest(
-                "allowed_token_ids, bad_words, logit_bias and min_tokens leave no token to choose"
-            )
-            logits_RV[row] = 0.0
+    raw_logprobs = torch.log_softmax(logits_RV[wanting], -1) if wanting else logits_RV[:0]
+    shaped = shape(logits_RV, sequences)
+    errors = {**shaped.errors, **errors}
+    ended: set[int] = set()
+    for row in _without_choice(logits_RV, [row for row in sorted(shaped.rows) if row not in errors]):
+        sequence = sequences[row]
+        if sequence.grammar is not None and sequence.grammar.is_complete:
+            ended.add(row)
+        else:
+            errors[row] = InvalidRequest(_DEAD_END)
+    for row in (*errors, *ended):
+        logits_RV[row] = 0.0
     tokens = _choose(logits_RV, sequences)
+    for row in ended:
+        tokens[row] = sequences[row].sampling.eos_token_ids[0]
+    logprobs = _token_logprobs(raw_logprobs, [tokens[row] for row in wanting], [sequences[row] for row in wanting])
+    told = dict(zip(wanting, logprobs, strict=True))
     return [
         Sampled(error=errors[row])
         if row in errors
-        else Sampled(token_id=token, logprobs=_token_logprobs(raw_logprobs.get(row), token, sequences[row].sampling))
+        else Sampled(token_id=token, logprobs=told.get(row), is_end=row in ended)
         for row, token in enumerate(tokens)
     ]
 
 
-# -- options that change scores ---------------------------------------------------------------------------------------
-
-
-def _shape(scores_V: Tensor, sequence: Sequence) -> bool:
-    """Apply the options of one row in place; False when there were none."""
-    sampling = sequence.sampling
-    changed = False
-    if sampling.allowed_token_ids:
-        allowed = torch.tensor(sampling.allowed_token_ids)
-        kept = scores_V[allowed]
-        scores_V.fill_(NEVER)
-        scores_V[allowed] = kept
-        changed = True
-    if sampling.bad_words:
-        banned = _banned_by_bad_words(sequence)
-        if banned:
-            scores_V[banned] = NEVER
-            changed = True
-    if sequence.num_generated < sampling.min_tokens:
-        held_down = list(stop_token_ids(sampling))
-        if held_down:
-            scores_V[held_down] = NEVER
-            changed = True
-    if sampling.logit_bias:
-        ids, biases = zip(*sampling.logit_bias, strict=True)
-        scores_V[list(ids)] += torch.tensor(biases, dtype=scores_V.dtype)
-        changed = True
-    return _penalise(scores_V, sequence) or changed
-
-
-def _banned_by_bad_words(sequence: Sequence) -> list[int]:
-    """Last tokens of the bad words whose other tokens have just been generated."""
-    generated = sequence.tokens[sequence.num_prompt_tokens :]
-    return [
-        word[-1]
-        for word in sequence.sampling.bad_words
-        if len(word) == 1 or tuple(generated[-(len(word) - 1) :]) == word[:-1]
-    ]
-
-
-def _penalise(scores_V: Tensor, sequence: Sequence) -> bool:
-    """Repetition counts prompt and answer; frequency and presence count the answer (from the original prompt's end)."""
-    sampling = sequence.sampling
-    changed = False
-    if sampling.repetition_penalty != 1.0:
-        ids = torch.tensor(sorted(set(sequence.tokens)))
-        seen = scores_V[ids]
-        factor = sampling.repetition_penalty
-        scores_V[ids] = torch.where(seen > 0, seen / factor, seen * factor)
-        changed = True
-    if (sampling.frequency_penalty or sampling.presence_penalty) and sequence.num_generated:
-        counts = Counter(sequence.tokens[sequence.num_prompt_tokens :])
-        penalties = [sampling.frequency_penalty * count + sampling.presence_penalty for count in counts.values()]
-        scores_V[list(counts)] -= torch.tensor(penalties, dtype=scores_V.dtype)
-        changed = True
-    return changed
+def _without_choice(scores_RV: Tensor, rows: list[int]) -> list[int]:
+    """Those of ``rows`` in which every token is forbidden."""
+    if not rows:
+        return []
+    peaks = scores_RV[rows].amax(-1).tolist()
+    return [row for row, peak in zip(rows, peaks, strict=True) if not _is_finite(peak)]
 
 
 # -- choosing ---------------------------------------------------------------------------------------------------------
@@ -220,16 +182,27 @@ def _key_of(sequence: Sequence) -> int:
 # -- log probabilities ------------------------------------------------------------------------------------------------
 
 
-def _token_logprobs(logprobs_V: Tensor | None, token: int, sampling: SamplingParams) -> TokenLogprobs | None:
-    if logprobs_V is None or sampling.logprobs is None:
-        return None
-    chosen = logprobs_V[token]
-    top: tuple[tuple[int, float], ...] = ()
-    if sampling.logprobs > 0:
-        most = logprobs_V.topk(min(sampling.logprobs, len(logprobs_V)))
-        pairs = zip(most.indices.tolist(), most.values.tolist(), strict=True)
-        top = tuple(sorted(pairs, key=lambda pair: (-pair[1], pair[0])))
-    return TokenLogprobs(logprob=chosen.item(), rank=int((logprobs_V > chosen).sum()) + 1, top=top)
+def _token_logprobs(logprobs_RV: Tensor, tokens: Seq[int], sequences: Seq[Sequence]) -> list[TokenLogprobs]:
+    return token_logprobs(logprobs_RV, tokens, [sequence.sampling.logprobs or 0 for sequence in sequences])
+
+
+def token_logprobs(logprobs_RV: Tensor, tokens: Seq[int], num_top: Seq[int]) -> list[TokenLogprobs]:
+    """For each row its token's log probability and rank, and the ``num_top`` most likely ones."""
+    if not tokens:
+        return []
+    chosen_R1 = logprobs_RV.gather(-1, torch.tensor(tokens)[:, None])
+    ranks = ((logprobs_RV > chosen_R1).sum(-1) + 1).tolist()
+    chosen = chosen_R1[:, 0].tolist()
+    most = logprobs_RV.topk(min(max(num_top), logprobs_RV.shape[-1]))
+    ids, values = most.indices.tolist(), most.values.tolist()
+    return [
+        TokenLogprobs(logprob=chosen[row], rank=ranks[row], top=_ordered(ids[row][:count], values[row][:count]))
+        for row, count in enumerate(num_top)
+    ]
+
+
+def _ordered(ids: list[int], values: list[float]) -> tuple[tuple[int, float], ...]:
+    return tuple(sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0])))
 
 
 def _is_finite(value: float) -> bool:

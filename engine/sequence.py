@@ -24,8 +24,10 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from core.ids import BlockHash, RequestId
-from core.types import SamplingParams
+from core.types import SamplingParams, TokenLogprobs
 from engine.block_pool import Reservation
+from engine.grammar import GrammarState
+from engine.token_counts import TokenCounts
 
 
 class SequenceKey(NamedTuple):
@@ -83,6 +85,12 @@ class Sequence:
     num_published: int = 0
     """Its first so many blocks are known to the prefix cache."""
     num_preemptions: int = 0
+    grammar: GrammarState | None = None
+    """Started from the compiled ``sampling.grammar`` by whoever makes the sequence."""
+    counts: TokenCounts | None = None
+    """The sampler's, where penalties need them."""
+    prompt_scores: list[TokenLogprobs] | None = None
+    """Of the prompt's tokens from the second on, while they are asked for and not yet told."""
     first_step_at: float | None = None
     """``time.monotonic`` at the start of the first step that ran it here."""
 

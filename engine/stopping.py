@@ -18,15 +18,21 @@ def stop_token_ids(sampling: SamplingParams) -> tuple[int, ...]:
 
 
 def finish_of(
-    sampling: SamplingParams, *, token_id: int, num_generated: int, num_tokens: int, max_context: int
+    sampling: SamplingParams,
+    *,
+    token_id: int,
+    num_generated: int,
+    num_tokens: int,
+    max_context: int,
+    is_end: bool = False,
 ) -> Finish | None:
     """Whether the choice ends with ``token_id``, its newest token (counted in both numbers).
 
     ``num_generated`` counts from the end of the original prompt, over all attempts. A stop token within the first
     ``min_tokens`` does not end the choice (the sampler holds it down, so it cannot come from there). ``stop`` wins
-    over ``length``.
+    over ``length``. ``is_end``: the token ends the choice in any case (its grammar is at its end).
     """
-    if num_generated > sampling.min_tokens and token_id in stop_token_ids(sampling):
+    if is_end or (num_generated > sampling.min_tokens and token_id in stop_token_ids(sampling)):
         return Finish(reason=FinishReason.STOP, stop_token_id=token_id)
     if num_generated >= sampling.max_tokens or num_tokens >= max_context:
         return Finish(reason=FinishReason.LENGTH)

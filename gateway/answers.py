@@ -64,6 +64,7 @@ class Answer:
     object_name = ""
     chunk_name = ""
     id_prefix = ""
+    prompt_scores_in_choice = False
 
     def __init__(self, job: Job, request_id: str) -> None:
         self._job = job
@@ -140,7 +141,13 @@ class Answer:
         """Takes a delta of a plain answer."""
         self._pending.add(delta)
 
-    def whole(self, last: TextDelta | None, usage: Usage, extra: Mapping[str, object] | None = None) -> bytes:
+    def whole(
+        self,
+        last: TextDelta | None,
+        usage: Usage,
+        extra: Mapping[str, object] | None = None,
+        prompt_logprobs: Sequence[TokenLogprobs] = (),
+    ) -> bytes:
         """The plain answer, after all deltas were collected; `last` brought the finish reason (None: echo only)."""
         pending = self._pending
         finish_reason = last.finish_reason if last and last.finish_reason else "length"
@@ -160,7 +167,24 @@ class Answer:
         if self._job.return_token_ids:
             choice["token_ids"] = pending.token_ids
             answer["prompt_token_ids"] = self._job.prompt_token_ids
+        if self._job.sampling.prompt_logprobs is not None:
+            holder = choice if self.prompt_scores_in_choice else answer
+            holder["prompt_logprobs"] = self._prompt_logprobs(prompt_logprobs)
         return orjson.dumps(answer)
+
+    def _prompt_logprobs(self, scores: Sequence[TokenLogprobs]) -> list[Fields | None]:
+        """As vLLM writes them: for each prompt token a map by token id; the first token has none."""
+        tokens = self._job.prompt_token_ids
+        return [None, *(self._scored(token_id, one) for token_id, one in zip(tokens[1:], scores, strict=True))]
+
+    def _scored(self, token_id: int, scores: TokenLogprobs) -> Fields:
+        ranked = [(top_id, logprob, rank) for rank, (top_id, logprob) in enumerate(scores.top, 1)]
+        if all(top_id != token_id for top_id, _ in scores.top):
+            ranked.append((token_id, scores.logprob, scores.rank))
+        return {
+            str(one): {"logprob": _finite(logprob), "rank": rank, "decoded_token": self._tokenizer.token_text(one)}
+            for one, logprob, rank in ranked
+        }
 
     def _whole_content(self, text: str) -> Fields:
         raise NotImplementedError
@@ -220,6 +244,7 @@ class ChatAnswer(Answer):
 
 
 class CompletionAnswer(Answer):
+    prompt_scores_in_choice = True
     object_name = "text_completion"
     chunk_name = "text_completion"
     id_prefix = "cmpl-"

@@ -183,7 +183,9 @@ async def _send_plain(
     async for delta in deltas:
         answer.collect(delta)
         last = delta
-    await send_bytes(send, 200, answer.whole(last, _usage(run), _timing(run) if wants_timing else None))
+    await send_bytes(
+        send, 200, answer.whole(last, _usage(run), _timing(run) if wants_timing else None, run.prompt_logprobs)
+    )
 
 
 async def _send_stream(

@@ -13,6 +13,7 @@ from core.errors import ContextTooLong, InvalidRequest
 from core.types import SamplingParams
 from gateway.models import ServedModel
 from gateway.schemas import INT64, ChatBody, CompletionBody, GenerationBody, Message, TokenizeBody
+from gateway.structured import grammar_of
 from gateway.text import TextRules
 from modelfiles import ChatMessage, TemplateError
 
@@ -219,7 +220,7 @@ def _job(
     return Job(
         model=model,
         prompt_token_ids=prompt,
-        sampling=_sampling(body, model, max_tokens, tuple(stop_ids)),
+        sampling=_sampling(body, model, limits, max_tokens, tuple(stop_ids)),
         rules=TextRules(
             stop=tuple(dict.fromkeys(body.stop)),
             min_tokens=body.min_tokens,
@@ -256,7 +257,17 @@ def _max_tokens(
     return room if model.defaults.max_new_tokens is None else min(room, model.defaults.max_new_tokens)
 
 
-def _sampling(body: GenerationBody, model: ServedModel, max_tokens: int, stop_ids: tuple[int, ...]) -> SamplingParams:
+def _prompt_logprobs(body: GenerationBody, limits: LimitsConfig) -> int | None:
+    if body.stream and body.prompt_logprobs:
+        raise InvalidRequest(
+            "'prompt_logprobs' cannot be used with 'stream'", param="prompt_logprobs", code="invalid_value"
+        )
+    return None if body.stream else _num_logprobs(body.prompt_logprobs, "prompt_logprobs", limits)
+
+
+def _sampling(
+    body: GenerationBody, model: ServedModel, limits: LimitsConfig, max_tokens: int, stop_ids: tuple[int, ...]
+) -> SamplingParams:
     defaults = model.defaults
     temperature = _first(body.temperature, defaults.temperature, 1.0)
     seed = body.seed if body.seed is not None and body.seed != -1 else secrets.randbits(63)
@@ -277,6 +288,8 @@ def _sampling(body: GenerationBody, model: ServedModel, max_tokens: int, stop_id
         ignore_eos=body.ignore_eos,
         eos_token_ids=model.eos_token_ids,
         stop_token_ids=stop_ids,
+        prompt_logprobs=_prompt_logprobs(body, limits),
+        grammar=grammar_of(body),
     )
 
 

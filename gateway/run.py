@@ -38,6 +38,8 @@ class Run:
         self.last_placement: t.Placement | None = None
         self.ttft_s: float | None = None
         self.num_cached_tokens = 0
+        self.prompt_logprobs: list[t.TokenLogprobs] = []
+        """Of the prompt's tokens from the second on, when they were asked for."""
         self.num_overrun = 0
         self.times: t.StageTimes | None = None
         """As D told them with the end of the choice."""
@@ -91,6 +93,8 @@ class Run:
 
     def begin(self, placement: t.Placement) -> None:
         self.placement = self.last_placement = placement
+        if len(self.prompt_logprobs) < self._num_prompt_scores:
+            self.prompt_logprobs.clear()  # the attempt before was cut off in the middle of them
         self._first = None
         self._is_admitted = self._has_prefill_reply = self._has_decode_chunk = False
         self.stages.mark("place")
@@ -107,6 +111,7 @@ class Run:
         match event:
             case t.TokenChunk():
                 self._is_admitted = True
+                self._take_prompt_scores(event.prompt_logprobs)
                 self._mark_decode_chunk(event)
                 return self._accept(event)
             case t.AdmitReply():
@@ -134,7 +139,17 @@ class Run:
             )
         )
 
+    @property
+    def _num_prompt_scores(self) -> int:
+        return self.request.num_prompt_tokens - 1
+
+    def _take_prompt_scores(self, scores: tuple[t.TokenLogprobs, ...]) -> None:
+        """Once: every attempt computes them again."""
+        if len(self.prompt_logprobs) < self._num_prompt_scores:
+            self.prompt_logprobs += scores
+
     def _take_prefill_reply(self, reply: t.PrefillReply) -> None:
+        self._take_prompt_scores(reply.prompt_logprobs)
         self._first = reply.first_tokens[0]
         self._has_prefill_reply = True
         self.num_cached_tokens = reply.num_cached_tokens

@@ -20,18 +20,12 @@ MAX_BAD_WORDS = 128
 MAX_ERROR_CHARS = 500
 
 _GENERATION_NOT_BUILT: Mapping[str, tuple[object, ...]] = {
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "length_penalty": (1,),
     "logprob_token_ids": ([],),
     "priority": (0,),
-    "prompt_logprobs": (),
     "repetition_detection": (),
     "return_tokens_as_token_ids": (False,),
     "stream_interval": (1,),
-    "structured_outputs": (),
     "thinking_token_budget": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
@@ -46,7 +40,6 @@ _CHAT_NOT_BUILT: Mapping[str, tuple[object, ...]] = {
     "functions": ([],),
     "modalities": (["text"],),
     "prediction": (),
-    "response_format": ({"type": "text"},),
     "store": (False,),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -54,7 +47,6 @@ _CHAT_NOT_BUILT: Mapping[str, tuple[object, ...]] = {
 }
 _COMPLETION_NOT_BUILT: Mapping[str, tuple[object, ...]] = {
     "best_of": (1,),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
 }
 
@@ -96,6 +88,36 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
+class JsonSchemaFormat(Body):
+    name: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
+    schema_: Annotated[dict[str, object] | bool, Field(alias="schema")]
+    description: str | None = None
+    strict: bool | None = None
+    """An answer follows the schema either way."""
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = None
+    format: dict[str, object] | None = None
+    """Of a structural tag."""
+
+
+class StructuredOutputs(Body):
+    """Exactly one of the first six."""
+
+    not_built = {"whitespace_pattern": (), "disable_fallback": (False, True), "disable_additional_properties": (False,)}
+
+    json_: Annotated[dict[str, object] | bool | str | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: dict[str, object] | str | None = None
+    disable_any_whitespace: bool | None = None
+    """JSON is written on one line as `json.dumps` writes it. False allows bounded white space wherever JSON has it."""
+
+
 class GenerationBody(Body):
     """What chat and text completions have in common. Limits that the operator sets are checked in `parse.py`."""
 
@@ -125,6 +147,13 @@ class GenerationBody(Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=INT64)
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, object] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
 
 class ChatBody(GenerationBody):
@@ -192,6 +221,9 @@ def parse_body(cls: type[SomeBody], raw: bytes) -> SomeBody:
                 if message.get("role") == "tool":
                     raise _unsupported(f"messages.{index}.role", "tool messages are not supported yet")
                 _refuse_not_built(Message, message, f"messages.{index}.")
+    structured = value.get("structured_outputs")
+    if isinstance(structured, dict):
+        _refuse_not_built(StructuredOutputs, structured, "structured_outputs.")
     present = {name: member for name, member in value.items() if member is not None}
     try:
         return cls.model_validate(present)

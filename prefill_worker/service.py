@@ -148,6 +148,7 @@ class PrefillRole:
         context, asked, handoff_id = self._context, request.request, request.handoff_id
         arrived_at = time.monotonic()
         await context.failpoints.reach("prefill.queued")
+        grammar = await context.start_grammar(asked.sampling)
         reservation = await self._wait_for_room(request, attempt)
         accepted = asked.choices[0].accepted
         sequence_key = SequenceKey(request_id=asked.request_id, attempt=asked.attempt, choice=0)
@@ -160,6 +161,7 @@ class PrefillRole:
             reservation=reservation,
             priority=asked.priority,
             salt=asked.cache_salt,
+            grammar=grammar,
         )
         added_at = time.monotonic()
         is_over = False
@@ -189,6 +191,7 @@ class PrefillRole:
                 num_prompt_tokens_computed=sequence.num_prompt_computed,
                 num_cached_tokens=sequence.num_cached,
             ),
+            prompt_logprobs=output.prompt_logprobs,
         )
 
     async def _hold(self, handoff_id: HandoffId, attempt: _Attempt, key: SequenceKey, first: FirstToken) -> None:

@@ -5,7 +5,9 @@ Every call has a deadline; long-lived streams are watched by keepalive.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Self, TypeVar
 
 import grpc
@@ -59,7 +61,7 @@ class _Client:
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, worker_id=self._worker_id) from None
 
-    async def _stream(self, call: Any, outgoing: "_Outgoing | None" = None) -> AsyncIterator[Any]:
+    async def _stream(self, call: Any, outgoing: "_Outgoing | None" = None) -> AsyncGenerator[Any, None]:
         """The messages of a response stream; leaving it early cancels the call."""
         try:
             async for message in call:
@@ -161,7 +163,15 @@ class PrefillClient(_Client):
     async def prefill(self, request: t.PrefillRequest) -> t.PrefillReply:
         """Cancelling this coroutine cancels the call, which aborts the attempt at P."""
         call = self._stub.Prefill(to_pb(request), timeout=request.request.deadline_s)
-        return from_pb(t.PrefillReply, await self._call(call))
+        scores: list[Any] = []
+        last = None
+        async with aclosing(self._stream(call)) as parts:
+            async for last in parts:
+                scores += last.prompt_logprobs
+        if last is None:
+            raise InternalError(f"{self._worker_id} ended the prefill without an answer", worker_id=self._worker_id)
+        reply = from_pb(t.PrefillReply, last)
+        return replace(reply, prompt_logprobs=tuple(from_pb(t.TokenLogprobs, one) for one in scores))
 
     async def abort(self, request: t.AbortRequest) -> t.AbortReply:
         call = self._stub.AbortPrefill(to_pb(request), timeout=ABORT_TIMEOUT_S)

@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Protocol
 
 import grpc
@@ -21,6 +22,7 @@ from core.handoff import ToHolder, ToReader
 from core.ids import GatewayId, Incarnation
 from rpc.convert import TO_HOLDER, TO_READER, WORKER_MESSAGE, from_pb, to_pb
 from rpc.errors import ErrorInterceptor
+from rpc.parts import split_outputs, split_scores
 from rpc.pb import (
     decode_pb2,
     decode_pb2_grpc,
@@ -180,8 +182,12 @@ class _PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     def __init__(self, handler: PrefillHandler) -> None:
         self._handler = handler
 
-    async def Prefill(self, request: prefill_pb2.PrefillRequest, context: _Context) -> Any:
-        return to_pb(await self._handler.prefill(from_pb(t.PrefillRequest, request)))
+    async def Prefill(self, request: prefill_pb2.PrefillRequest, context: _Context) -> AsyncIterator[Any]:
+        reply = await self._handler.prefill(from_pb(t.PrefillRequest, request))
+        *before, last = split_scores(reply.prompt_logprobs)
+        for part in before:
+            yield prefill_pb2.PrefillReply(prompt_logprobs=[to_pb(one) for one in part])
+        yield to_pb(replace(reply, prompt_logprobs=last))
 
     async def AbortPrefill(self, request: Any, context: _Context) -> Any:
         return to_pb(await self._handler.abort_prefill(from_pb(t.AbortRequest, request)))
@@ -205,7 +211,8 @@ class _DecodeServicer(decode_pb2_grpc.DecodeServicer):
         )
         async with aclosing(outputs) as step_outputs:
             async for message in step_outputs:
-                yield to_pb(message)
+                for part in split_outputs(message):
+                    yield to_pb(part)
 
 
 class _HandoffServicer(handoff_pb2_grpc.HandoffServicer):

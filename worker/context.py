@@ -12,8 +12,9 @@ from core.failpoints import Failpoints
 from core.ids import Incarnation, RequestId, WorkerId
 from core.kv import KVFormat, KVGeometry
 from core.telemetry import Telemetry
-from core.types import GenerateRequest, Role, WorkerLoad
+from core.types import GenerateRequest, Role, SamplingParams, WorkerLoad
 from engine.engine import Engine, StepResult
+from engine.grammar import GrammarState
 from kvtransfer.digest import Digester
 from rpc.server import RpcServer
 from worker.step_thread import StepThread
@@ -44,6 +45,19 @@ class WorkerContext:
     @property
     def geometry(self) -> KVGeometry:
         return self.engine.geometry
+
+    async def start_grammar(self, sampling: SamplingParams) -> GrammarState | None:
+        """The start of the request's grammar, compiled off this loop and off the steps. Raises InvalidRequest for what
+        is no grammar or takes too long, QueueFull."""
+        if not sampling.grammar:
+            return None
+        grammars = self.engine.grammars
+        try:
+            async with asyncio.timeout(grammars.limit_s):
+                compiled = await asyncio.shield(asyncio.wrap_future(grammars.submit(sampling.grammar)))
+        except TimeoutError:
+            raise grammars.too_slow(sampling.grammar) from None
+        return compiled.start()
 
     def check(self, request: GenerateRequest, incarnation: Incarnation) -> None:
         """Refuse what was meant for somebody else, or what this worker cannot do. Raises a typed error."""

@@ -52,7 +52,7 @@ class OutputsRequest(_message.Message):
     def __init__(self, gateway_id: _Optional[str] = ..., gateway_incarnation: _Optional[int] = ..., worker_incarnation: _Optional[int] = ...) -> None: ...
 
 class TokenChunk(_message.Message):
-    __slots__ = ("request_id", "choice", "attempt", "first_index", "token_ids", "logprobs", "finish_reason", "stop_token_id", "stages")
+    __slots__ = ("request_id", "choice", "attempt", "first_index", "token_ids", "logprobs", "finish_reason", "stop_token_id", "stages", "prompt_logprobs")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +62,7 @@ class TokenChunk(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     STAGES_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     choice: int
     attempt: int
@@ -71,7 +72,8 @@ class TokenChunk(_message.Message):
     finish_reason: _common_pb2.FinishReason
     stop_token_id: int
     stages: _common_pb2.StageTimes
-    def __init__(self, request_id: _Optional[str] = ..., choice: _Optional[int] = ..., attempt: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., stages: _Optional[_Union[_common_pb2.StageTimes, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]
+    def __init__(self, request_id: _Optional[str] = ..., choice: _Optional[int] = ..., attempt: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., stages: _Optional[_Union[_common_pb2.StageTimes, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class AttemptFailed(_message.Message):
     __slots__ = ("request_id", "attempt", "slug", "message", "worker_id")

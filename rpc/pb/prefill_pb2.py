@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from rpc.pb import common_pb2 as rpc_dot_pb_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14rpc/pb/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x13rpc/pb/common.proto\"\x95\x01\n\x0ePrefillRequest\x12*\n\x07request\x18\x01 \x01(\x0b\x32\x19.baton.v1.GenerateRequest\x12\x12\n\nhandoff_id\x18\x02 \x01(\t\x12\x1a\n\x12worker_incarnation\x18\x03 \x01(\x04\x12\'\n\x06\x64\x65\x63ode\x18\x04 \x01(\x0b\x32\x17.baton.v1.WorkerAddress\"{\n\x0cPrefillReply\x12*\n\x0c\x66irst_tokens\x18\x01 \x03(\x0b\x32\x14.baton.v1.FirstToken\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12$\n\x06stages\x18\x03 \x01(\x0b\x32\x14.baton.v1.StageTimes2\x84\x01\n\x07Prefill\x12;\n\x07Prefill\x12\x18.baton.v1.PrefillRequest\x1a\x16.baton.v1.PrefillReply\x12<\n\x0c\x41\x62ortPrefill\x12\x16.baton.v1.AbortRequest\x1a\x14.baton.v1.AbortReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14rpc/pb/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x13rpc/pb/common.proto\"\x95\x01\n\x0ePrefillRequest\x12*\n\x07request\x18\x01 \x01(\x0b\x32\x19.baton.v1.GenerateRequest\x12\x12\n\nhandoff_id\x18\x02 \x01(\t\x12\x1a\n\x12worker_incarnation\x18\x03 \x01(\x04\x12\'\n\x06\x64\x65\x63ode\x18\x04 \x01(\x0b\x32\x17.baton.v1.WorkerAddress\"\xad\x01\n\x0cPrefillReply\x12*\n\x0c\x66irst_tokens\x18\x01 \x03(\x0b\x32\x14.baton.v1.FirstToken\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12$\n\x06stages\x18\x03 \x01(\x0b\x32\x14.baton.v1.StageTimes\x12\x30\n\x0fprompt_logprobs\x18\x04 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs2\x86\x01\n\x07Prefill\x12=\n\x07Prefill\x12\x18.baton.v1.PrefillRequest\x1a\x16.baton.v1.PrefillReply0\x01\x12<\n\x0c\x41\x62ortPrefill\x12\x16.baton.v1.AbortRequest\x1a\x14.baton.v1.AbortReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +34,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PREFILLREQUEST']._serialized_start=56
   _globals['_PREFILLREQUEST']._serialized_end=205
-  _globals['_PREFILLREPLY']._serialized_start=207
-  _globals['_PREFILLREPLY']._serialized_end=330
-  _globals['_PREFILL']._serialized_start=333
-  _globals['_PREFILL']._serialized_end=465
+  _globals['_PREFILLREPLY']._serialized_start=208
+  _globals['_PREFILLREPLY']._serialized_end=381
+  _globals['_PREFILL']._serialized_start=384
+  _globals['_PREFILL']._serialized_end=518
 # @@protoc_insertion_point(module_scope)

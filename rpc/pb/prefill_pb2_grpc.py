@@ -36,7 +36,7 @@ class PrefillStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Prefill = channel.unary_unary(
+        self.Prefill = channel.unary_stream(
                 '/baton.v1.Prefill/Prefill',
                 request_serializer=rpc_dot_pb_dot_prefill__pb2.PrefillRequest.SerializeToString,
                 response_deserializer=rpc_dot_pb_dot_prefill__pb2.PrefillReply.FromString,
@@ -53,7 +53,8 @@ class PrefillServicer:
     """
 
     def Prefill(self, request, context):
-        """Answers when the first token is there. Cancelling the call aborts the attempt.
+        """Answers when the first token is there. One message; or several, when prompt_logprobs are too long for one: those
+        before the last one have nothing but a part of them. Cancelling the call aborts the attempt.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -68,7 +69,7 @@ class PrefillServicer:
 
 def add_PrefillServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Prefill': grpc.unary_unary_rpc_method_handler(
+            'Prefill': grpc.unary_stream_rpc_method_handler(
                     servicer.Prefill,
                     request_deserializer=rpc_dot_pb_dot_prefill__pb2.PrefillRequest.FromString,
                     response_serializer=rpc_dot_pb_dot_prefill__pb2.PrefillReply.SerializeToString,
@@ -101,7 +102,7 @@ class Prefill:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
+        return grpc.experimental.unary_stream(
             request,
             target,
             '/baton.v1.Prefill/Prefill',

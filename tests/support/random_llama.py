@@ -35,6 +35,16 @@ class _Digest:
     digest = "tiny"
 
 
+class _Tokenizer(_Digest):
+    """A token from 32 up is the ASCII character of its number; those below are special."""
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id < 32
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id])
+
+
 class RandomLlama:
     """Answers what the engine asks of `modelfiles.model.ModelFiles`. `weights` may be edited before they are read."""
 
@@ -82,8 +92,8 @@ class RandomLlama:
     def load_tensor(self, name: str) -> np.ndarray[Any, Any]:
         return self.weights[name]
 
-    def tokenizer(self) -> _Digest:
-        return _Digest()
+    def tokenizer(self) -> _Tokenizer:
+        return _Tokenizer()
 
     def chat_template(self) -> _Digest | None:
         return None

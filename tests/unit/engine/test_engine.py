@@ -217,7 +217,7 @@ def test_a_sequence_that_outgrows_the_worker_fails_typed(tiny_files: RandomLlama
         ({"logit_bias": ((500, 1.0),)}, InvalidRequest),
         ({"allowed_token_ids": (-3,)}, InvalidRequest),
         ({"bad_words": ((1, 101),)}, InvalidRequest),
-        ({"grammar": "root ::= x"}, InvalidRequest),
+        ({"grammar": "root ::= x"}, InternalError),
         ({"max_tokens": 0}, InvalidRequest),
         ({"tokens": [5] * 512}, ContextTooLong),
         ({"tokens": []}, InvalidRequest),

@@ -79,10 +79,6 @@ def test_a_wrong_value_is_refused_by_its_name(member: str, values: list[object])
     [
         ("tools", [{"type": "function"}], []),
         ("tool_choice", "required", "auto"),
-        ("response_format", {"type": "json_object"}, {"type": "text"}),
-        ("structured_outputs", {"choice": ["a"]}, None),
-        ("guided_json", {}, None),
-        ("prompt_logprobs", 1, None),
         ("audio", {}, None),
         ("functions", [{}], []),
         ("priority", 1, 0),
