@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
+from modelfiles.added_texts import AddedTexts
 from modelfiles.errors import ModelFileError
 from modelfiles.tokenizer import Tokenizer
 
@@ -82,7 +82,7 @@ class ChatTemplate:
         add_special_tokens: bool = False,
     ) -> RenderedChat:
         """Renders and tokenises. Raises `TemplateError` for what the template refuses."""
-        guard = _Guard(tokenizer.added_texts, [message.content for message in messages], variables or {})
+        guard = _Guard(tokenizer.added, [message.content for message in messages], variables or {})
         turns: list[object] = []
         for message in messages:
             turn: dict[str, object] = {"role": message.role, "content": guard.text(message.content)}
@@ -121,35 +121,28 @@ class ChatTemplate:
 class _Guard:
     """Marks everything in user text that could be read as (a part of) an added token once rendered."""
 
-    def __init__(self, added_texts: Sequence[str], contents: Sequence[str], variables: Mapping[str, object]) -> None:
+    def __init__(self, added: AddedTexts, contents: Sequence[str], variables: Mapping[str, object]) -> None:
         whole_input = "".join(contents) + json.dumps(variables, ensure_ascii=False)
         self.num_chars = len(whole_input)
         self.mark = next((mark for mark in MARKS if mark not in whole_input), "")
         if not self.mark:
             raise TemplateError("the conversation holds every Unicode noncharacter; remove some of them")
-        self._texts = sorted({text.casefold() for text in added_texts if text}, key=len, reverse=True)
-        # Case is ignored because a template may change it after the marking.
-        inside = "|".join(re.escape(text) for text in self._texts)
-        self._inside = re.compile(f"(?={inside})", re.IGNORECASE) if inside else None
-        self._prefixes = {text[:size] for text in self._texts for size in range(1, len(text))}
-        self._suffixes = {text[-size:] for text in self._texts for size in range(1, len(text))}
-        self._longest = max((len(text) for text in self._texts), default=0)
+        self._added = added
 
     def text(self, value: str) -> str:
-        if self._inside is None or not value:
+        """Case is ignored because a template may change it after the marking."""
+        if not value:
             return value
-        starts = [match.start() for match in self._inside.finditer(value)]
         pieces: list[str] = []
         position = 0
-        for start in starts:
+        for start in self._added.starts(value):
             pieces.append(value[position : start + 1])
             position = start + 1
         marked = self.mark.join([*pieces, value[position:]])
-        folded = value.casefold()
-        is_within = any(folded in text for text in self._texts)
-        if is_within or any(folded[:size] in self._suffixes for size in range(1, self._longest)):
+        is_inside = self._added.is_inside_one(value)
+        if is_inside or self._added.begins_with_a_tail(value):
             marked = self.mark + marked
-        if is_within or any(folded[-size:] in self._prefixes for size in range(1, self._longest)):
+        if is_inside or self._added.ends_with_a_head(value):
             marked += self.mark
         return marked
 

@@ -12,14 +12,16 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Literal
 
 import tokenizers
 
+from modelfiles.added_texts import AddedTexts
 from modelfiles.errors import ModelFileError
 
 REMEDY = "use a model with a byte-level BPE or byte-fallback tokenizer"
+
+_SPACES = re.compile(r"\s+")
 
 Alphabet = Literal["byte_level", "byte_fallback"]
 
@@ -41,7 +43,10 @@ class Tokenizer:
         self._special_ids = frozenset(one["id"] for one in parsed["added_tokens"] if one["special"])
         self._alphabet = _alphabet(parsed["decoder"], path)
         self._plain = _without_added_tokens(parsed)
-        self._added_pattern = _added_pattern(parsed["added_tokens"])
+        self.added = AddedTexts(self._added)
+        """Texts of all added tokens (special or not): what user content must never be parsed as."""
+        self._strips = {one["content"]: (one["lstrip"], one["rstrip"]) for one in parsed["added_tokens"]}
+        self._strips_leading_space = _strips_leading_space(parsed["decoder"])
         vocab = full.get_vocab(with_added_tokens=True)
         self.num_tokens = max(vocab.values()) + 1
         self._bytes = self._byte_table(vocab)
@@ -67,12 +72,16 @@ class Tokenizer:
             return self.encode(text, parse_special=True)
         ids: list[int] = []
         position = 0
-        for match in self._added_pattern.finditer(text) if self._added else ():
-            ids += self._encode_piece(text[position : match.start()], mark)
-            token = match.lastgroup
-            assert token is not None
-            ids.append(int(token[1:]))
+        for match in self.added.occurrences(text):
+            if match.start() < position:
+                continue  # white space that the token before has swallowed
+            before = text[position : match.start()]
+            swallows_before, swallows_behind = self._strips[match[0]]
+            ids += self._encode_piece(before.rstrip() if swallows_before else before, mark)
+            ids.append(self._added[match[0]])
             position = match.end()
+            if swallows_behind and (spaces := _SPACES.match(text, position)):
+                position = spaces.end()
         ids += self._encode_piece(text[position:], mark)
         return ids
 
@@ -81,11 +90,6 @@ class Tokenizer:
         return self.encode(piece, parse_special=False) if piece else []
 
     # --- special tokens -------------------------------------------------------------------------------------------
-
-    @property
-    def added_texts(self) -> tuple[str, ...]:
-        """Texts of all added tokens (special or not): what user content must never be parsed as."""
-        return tuple(self._added)
 
     def added_id(self, text: str) -> int | None:
         """The id of the added token written `text`, or None: a stop given as such a text is a stop id."""
@@ -108,10 +112,6 @@ class Tokenizer:
     def strips_leading_space(self) -> bool:
         """The first space of a decoded text belongs to the tokenizer, not to the text."""
         return self._strips_leading_space
-
-    @cached_property
-    def _strips_leading_space(self) -> bool:
-        return self._alphabet == "byte_fallback"
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of `token_ids`. Ids outside the vocabulary add nothing."""
@@ -151,14 +151,24 @@ def _byte_fallback_bytes(text: str) -> bytes:
     return bytes([int(match[1], 16)]) if match else text.replace("\u2581", " ").encode("utf-8")
 
 
-def _alphabet(decoder: object, path: str) -> Alphabet:
-    kinds: list[str] = []
+def _steps(decoder: object) -> list[dict[str, object]]:
+    """A decoder and what it is made of."""
+    steps: list[dict[str, object]] = []
     pending = [decoder]
     while pending:
         one = pending.pop()
         if isinstance(one, dict):
-            kinds.append(str(one.get("type")))
+            steps.append(one)
             pending += one.get("decoders", [])
+    return steps
+
+
+def _strips_leading_space(decoder: object) -> bool:
+    return any(step.get("type") == "Strip" and step.get("content") == " " for step in _steps(decoder))
+
+
+def _alphabet(decoder: object, path: str) -> Alphabet:
+    kinds = [step.get("type") for step in _steps(decoder)]
     if "ByteLevel" in kinds:
         return "byte_level"
     if "ByteFallback" in kinds:
@@ -169,13 +179,3 @@ def _alphabet(decoder: object, path: str) -> Alphabet:
 def _without_added_tokens(parsed: dict[str, object]) -> tokenizers.Tokenizer:
     """The same tokenizer minus its added tokens, which then are ordinary text to it."""
     return tokenizers.Tokenizer.from_str(json.dumps({**parsed, "added_tokens": []}))
-
-
-def _added_pattern(added: list[dict[str, object]]) -> re.Pattern[str]:
-    """Matches the added tokens leftmost-longest, with the white space that a token's strip flags swallow."""
-    longest_first = sorted(added, key=lambda one: -len(str(one["content"])))
-    alternatives = []
-    for one in longest_first:
-        left, right = (r"\s*" if one[side] else "" for side in ("lstrip", "rstrip"))
-        alternatives.append(f"(?P<t{one['id']}>{left}{re.escape(str(one['content']))}{right})")
-    return re.compile("|".join(alternatives))
