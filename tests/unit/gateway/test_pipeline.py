@@ -362,3 +362,27 @@ async def test_a_call_that_times_out_before_the_deadline_is_retried() -> None:
     async with rig(Script(steps=STEPS, faults=faults, num_decodes=2)) as r:
         assert await r.text(r.run()) == TEXT
         assert r.num_attempts == 2
+
+
+async def test_the_abort_of_an_old_attempt_leaves_the_restarted_prefill_workers_client_alone() -> None:
+    async with rig(Script(steps=STEPS)) as r:
+        r.cluster.hold("token-2")
+        async with aclosing(r.pipeline.generate(r.run())) as old:
+            await anext(old)
+            r.cluster.prefill_incarnation = 10
+            async with aclosing(r.pipeline.generate(r.run())) as new:
+                await anext(new)
+                await old.aclose()  # its client left: both legs are aborted
+                await r.peers.drain(1.0)
+                assert ("prefill", 1, "cancelled") in r.cluster.aborts
+                assert 10 not in r.cluster.closed_prefills
+                r.cluster.release("token-2")
+                assert "".join([delta.text async for delta in new]) == TEXT[1:]
+
+
+async def test_a_call_that_breaks_in_an_unforeseen_way_is_an_error_and_not_a_wait() -> None:
+    broken = Fault(on_prefill=KeyError("a field of a newer peer"))  # type: ignore[arg-type]
+    async with rig(Script(steps=STEPS, faults={1: broken})) as r:
+        run = r.run()
+        assert await r.text(run) == TEXT
+        assert run.num_failed == 1
