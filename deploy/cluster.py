@@ -37,7 +37,7 @@ def router_spec(config: ClusterConfig) -> ComponentSpec:
 
 
 def gateway_spec(config: ClusterConfig) -> ComponentSpec:
-    """Its drain ends before the launcher's patience does: running streams end by an error in the stream, not by a cut."""
+    """Its drain ends before the launcher's patience: running streams end by an error in the stream, not by a cut."""
     drain_s = min(config.gateway.limits.drain_s, max(0.0, _grace_s(config) - CLOSE_S))
     limits = config.gateway.limits.model_copy(update={"drain_s": drain_s})
     gateway = config.gateway.model_copy(update={"limits": limits})
