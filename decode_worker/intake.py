@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from core.errors import DigestMismatch, PeerLost, ServingError, StaleLease
+from core.errors import DigestMismatch, LayoutMismatch, PeerLost, ServingError, StaleLease
 from core.handoff import Grant, HandoffOutcome, LeaseRef, Open
 from core.ids import Incarnation
 from core.types import AdmitRequest, FirstToken, StageTimes
@@ -136,8 +136,10 @@ class Intake:
             raise
         admission.enter(AdmissionState.FETCHING)
         outcome, num_bytes = HandoffOutcome.ABORTED, 0
-        blocks = self._context.engine.pool.allocate(len(sealed.grant.block_ids), admission.reservation)
+        blocks: list[int] = []
         try:
+            self._check_grant(sealed.grant, admission)
+            blocks = self._context.engine.pool.allocate(len(sealed.grant.block_ids), admission.reservation)
             await failpoints.reach("decode.granted")
             transfer = self._transfers.fetch(link, self._fetch_request(sealed.grant, blocks, admission))
             try:
@@ -161,6 +163,15 @@ class Intake:
             holder.release(asked.handoff_id, sealed.grant.lease, request.attempt, outcome, num_bytes)
         first = sealed.first_tokens[0]
         return self._sequence(admission, first=first, blocks=blocks), first
+
+    def _check_grant(self, grant: Grant, admission: Admission) -> None:
+        """The offer must be of this prompt: a sequence believes it to the token."""
+        num_blocks = self._context.geometry.blocks_for(admission.num_tokens)
+        if (grant.num_tokens, len(grant.block_ids), grant.first_block) != (admission.num_tokens, num_blocks, 0):
+            raise LayoutMismatch(
+                f"{grant.num_tokens} tokens in {len(grant.block_ids)} blocks from block {grant.first_block} were "
+                f"offered, {admission.num_tokens} in {num_blocks} from 0 expected"
+            )
 
     async def _verify(self, grant: Grant, blocks: list[int], result: FetchResult) -> HandoffOutcome:
         """The verdict on what was read: OK, or the outcome of the fetch. Raises StaleLease or DigestMismatch."""
@@ -209,6 +220,8 @@ def _outcome_of(error: BaseException, known: HandoffOutcome) -> HandoffOutcome:
         return HandoffOutcome.DIGEST_MISMATCH
     if isinstance(error, StaleLease):
         return HandoffOutcome.STALE_LEASE
+    if isinstance(error, LayoutMismatch):
+        return HandoffOutcome.INCOMPATIBLE
     if known is HandoffOutcome.OK or not isinstance(error, ServingError):
         return HandoffOutcome.ABORTED
     return known

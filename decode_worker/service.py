@@ -9,7 +9,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from core.errors import (
     Cancelled,
@@ -126,6 +128,7 @@ class DecodeRole:
             self._queue.append(admission)
         self._admissions[admission.key] = admission
         admission.task = self._scope.spawn(self._run(admission), name=f"admission-{asked.request_id[:8]}")
+        admission.task.add_done_callback(partial(self._on_run_end, admission))
         if admission.reservation is not None:
             return AdmitReply(verdict=AdmitVerdict.ACCEPTED)
         return AdmitReply(verdict=AdmitVerdict.QUEUED, num_ahead=num_ahead)
@@ -217,11 +220,14 @@ class DecodeRole:
             error = DeadlineExceeded("the deadline passed at the decode worker")
         except ServingError as failure:
             error = failure
-        except RuntimeError as failure:
-            log.error("admission failed", exc_info=failure, extra={"request_id": asked.request.request_id})
-            error = InternalError("the decode worker failed the request")
         admission.task = None  # this task: it must not cancel itself below
         await self._end(admission, error)
+
+    def _on_run_end(self, admission: Admission, task: "asyncio.Task[None]") -> None:
+        """A task that died by a mistake of ours (its scope logs it) takes no room with it, and the gateway is told."""
+        if self._admissions.get(admission.key) is admission and not self._is_stopping:
+            admission.task = None
+            self._scope.spawn(self._end(admission, InternalError("the decode worker failed the request")), name="died")
 
     async def _end(self, admission: Admission, error: ServingError | None) -> None:
         """The one way out that is not a finish. Runs to its end even if the caller (an abort call) is cancelled."""
@@ -239,7 +245,8 @@ class DecodeRole:
             await asyncio.wait({admission.task})
         if admission.sequence is not None:
             key = admission.key
-            await self._context.steps.call(lambda engine: engine.remove(key))
+            with suppress(WorkerLost):  # the engine has ended, and its blocks with it
+                await self._context.steps.call(lambda engine: engine.remove(key))
         if admission.reservation is not None:
             admission.reservation.release()
             admission.reservation = None

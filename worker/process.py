@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import socket
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -53,6 +54,7 @@ from worker.step_thread import StepThread
 log = logging.getLogger(__name__)
 
 _IDLE_POLL_S = 0.05
+_HUNG_STEP_S = 60.0
 _STOP_GRACE_S = 1.0
 
 
@@ -294,6 +296,9 @@ class Worker:
             return str(self.state)
         if not self.steps.is_alive:
             return "the step thread is dead"
+        started_at = self.steps.step_started_at
+        if started_at is not None and time.monotonic() - started_at > _HUNG_STEP_S:
+            return f"a step has been running for more than {_HUNG_STEP_S:.0f} s"
         if not self._memory.transfers.is_alive:
             return "the transfer thread is dead"
         if self._membership is None or not self._membership.is_joined:
