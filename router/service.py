@@ -85,8 +85,6 @@ async def run(config: ClusterConfig, *, announce: Callable[[Mapping[str, str]], 
         },
     )
     announce({"grpc": server.address, "http": server.http_address})
-    if announce is not None:
-        announce({"grpc": server.address, "http": server.http_address})
     await stopping.wait()
     log.info("router stopping")
     with suppress(TimeoutError):

@@ -3,7 +3,7 @@
 ::
 
     STARTING --engine loaded, ports bound--> READY --SIGTERM | drain command--> DRAINING --idle | drain_s--> ended
-                                               `--step or transfer thread died--> ended (exit code 1: be restarted)
+                                               `--a thread or the membership died--> ended (exit code 1: be restarted)
 """
 
 import asyncio
@@ -23,6 +23,7 @@ from core.failpoints import Failpoints
 from core.handoff import LinkInfo, PeerInfo
 from core.ids import WorkerId, new_incarnation
 from core.probes import ProbeServer
+from core.tasks import TaskScope
 from core.telemetry import Telemetry, setup_telemetry
 from core.types import (
     CommandKind,
@@ -118,7 +119,7 @@ class Worker:
         self._probes = ProbeServer(ready=self._why_not_ready, metrics=self._render_metrics)
         self._membership: Membership | None = None
         self._router: RouterClient | None = None
-        self._joining: asyncio.Task[None] | None = None
+        self._scope = TaskScope("worker", on_failure=lambda error: self._die())
         self.state = WorkerState.STARTING
         self.address = ""
         self.http_address = ""
@@ -159,6 +160,7 @@ class Worker:
                 name="baton-transfers",
                 stall_s=transfer.stall_s,
                 handshake_s=transfer.handshake_s,
+                on_death=lambda: self._loop.call_soon_threadsafe(self._die),
             ),
         )
 
@@ -183,7 +185,7 @@ class Worker:
             on_command=self._on_command,
             heartbeat_s=context.config.router.heartbeat_s,
         )
-        self._joining = asyncio.create_task(self._membership.run(), name="membership")
+        self._scope.spawn(self._membership.run(), name="membership")
         log.info("worker ready", extra={"worker_id": context.worker_id, "address": address, "http": http_address})
 
     async def run_until_stopped(self) -> int:
@@ -199,9 +201,7 @@ class Worker:
         self.context.is_draining = True
         await self.role.stop()
         await self._server.stop(_STOP_GRACE_S)
-        if self._joining is not None:
-            self._joining.cancel()
-            await asyncio.gather(self._joining, return_exceptions=True)
+        await self._scope.close()
         if self._router is not None:
             await self._router.close()
         await self._probes.stop()
@@ -216,7 +216,7 @@ class Worker:
         self.context.is_draining = True
         if self._membership is not None:
             self._membership.report_now()
-        self._drain_task = asyncio.create_task(self._drain(), name="drain")
+        self._scope.spawn(self._drain(), name="drain")
 
     async def _drain(self) -> None:
         """Refuse new work, finish what runs (leases included) up to ``drain_s``."""
@@ -245,7 +245,8 @@ class Worker:
         self._loop.call_soon_threadsafe(self._die)
 
     def _die(self) -> None:
-        """The engine is lost: be restarted. Peers and gateways see the broken streams at once."""
+        """The engine, the transfers or the membership is lost: be restarted. Peers and gateways see the broken streams
+        at once."""
         self.exit_code = 1
         self._stopped.set()
 
