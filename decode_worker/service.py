@@ -121,11 +121,11 @@ class DecodeRole:
         if admission.key in self._admissions:
             raise Cancelled("the attempt is here already")
         num_ahead = len(self._queue)
-        if num_ahead >= context.pool_config.max_queue and not self._try_reserve(admission):
-            raise QueueFull(f"{context.worker_id} has {num_ahead} requests waiting for KV blocks")
-        admission.enter(AdmissionState.QUEUED)
         if num_ahead or not self._try_reserve(admission):
+            if num_ahead >= context.pool_config.max_queue:
+                raise QueueFull(f"{context.worker_id} has {num_ahead} requests waiting for KV blocks")
             self._queue.append(admission)
+        admission.enter(AdmissionState.QUEUED)
         self._admissions[admission.key] = admission
         admission.task = self._scope.spawn(self._run(admission), name=f"admission-{asked.request_id[:8]}")
         admission.task.add_done_callback(partial(self._on_run_end, admission))

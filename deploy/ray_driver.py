@@ -54,6 +54,8 @@ class _Component:
         try:
             if await self._place():
                 await self._follow()
+        except RayError as error:
+            self._say(ComponentState.FAILED, message=f"Ray lost it: {' '.join(str(error).split())}")
         finally:
             self._give_back()
             self.done.set()
@@ -129,7 +131,7 @@ class _Component:
 
     async def _supervise(self) -> None:
         assert self._actor is not None
-        while True:
+        while not self._is_stopping:
             try:
                 await self._actor.supervise.remote(self.spec.to_json(), self._driver.log_dir)
                 return

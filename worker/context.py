@@ -1,7 +1,5 @@
 """What a role is given: the engine, the thread that runs it, the memory that transfers, and who we are."""
 
-import asyncio
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -100,10 +98,3 @@ class Tombstones:
     def __contains__(self, key: tuple[RequestId, int]) -> bool:
         now = self._clock.now()
         return any(self._until.get((key[0], attempt), 0.0) > now for attempt in (key[1], 0))
-
-
-async def gather_quietly(tasks: Iterable[asyncio.Task[object]]) -> None:
-    """Wait for tasks whose outcome was taken elsewhere."""
-    tasks = list(tasks)
-    if tasks:
-        await asyncio.gather(*tasks, return_exceptions=True)

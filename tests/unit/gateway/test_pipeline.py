@@ -10,7 +10,7 @@ import pytest
 
 import gateway.token_streams
 from core import types as t
-from core.clock import MonotonicClock
+from core.clock import ManualClock, MonotonicClock
 from core.errors import (
     DeadlineExceeded,
     InternalError,
@@ -222,6 +222,18 @@ async def test_refusals_for_room_are_borne_for_a_bounded_time() -> None:
     async with rig(Script(steps=STEPS, faults=faults)) as r:
         with pytest.raises(QueueFull):
             await r.text(r.run())
+
+
+def test_the_patience_with_refusals_begins_anew_once_a_token_came() -> None:
+    clock = ManualClock()
+    request = Rig(Script(steps=STEPS)).run().request
+    run = Run(request, ChoiceText(tiny_tokenizer(), TextRules()), StageClock(clock))
+    assert run.refused_for_s() == 0
+    clock.advance(50)
+    assert run.refused_for_s() == 50
+    run.take(t.TokenChunk(request_id=request.request_id, choice=0, attempt=2, first_index=0, token_ids=(STEPS[0][0],)))
+    clock.advance(50)
+    assert run.refused_for_s() == 0
 
 
 @pytest.mark.parametrize(
