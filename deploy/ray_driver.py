@@ -107,7 +107,8 @@ class _Component:
             )
             .remote()
         )
-        await self._supervise()
+        if not await self._supervise():
+            return
         if self._is_stopping:
             self._actor.stop.remote()
         while True:
@@ -122,21 +123,25 @@ class _Component:
                     return
                 # The actor's process died, its component with it. Ray makes a new one, which knows nothing yet.
                 self._say(ComponentState.EXITED, exit_code=137, message="its Ray supervisor died")
-                await self._supervise()
+                if not await self._supervise():
+                    return
                 continue
             for event in events:
                 self._driver.send_event(event)
                 if event.state in (ComponentState.STOPPED, ComponentState.FAILED):
                     return
 
-    async def _supervise(self) -> None:
+    async def _supervise(self) -> bool:
+        """Tell the actor what to run, as soon as it is there. False if stopped meanwhile."""
         assert self._actor is not None
         while not self._is_stopping:
             try:
                 await self._actor.supervise.remote(self.spec.to_json(), self._driver.log_dir)
-                return
+                return True
             except RayActorError:
                 await asyncio.sleep(UNAVAILABLE_PAUSE_S)
+        self._say(ComponentState.STOPPED)
+        return False
 
     def _give_back(self) -> None:
         if self._actor is not None:
