@@ -29,7 +29,7 @@ from rpc.pb import (
 CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # a restarted peer at the same address gets a fresh connection
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 2000),  # in truth the time that a connection may take to come about
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.enable_retries", 0),  # recovery is decided in gateway/pipeline.py and nowhere else
     ("grpc.max_receive_message_length", 64 << 20),

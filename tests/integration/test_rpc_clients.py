@@ -1,15 +1,18 @@
-"""A client whose channel was closed, before a call or under it: a typed error, never a cancellation of the caller."""
+"""Clients over awkward connections: closed before a call or under it, and slow to come about."""
 
 import asyncio
 import socket
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
 from core import types as t
+from core.config import parse_config
 from core.errors import WorkerLost
 from core.ids import GatewayId, Incarnation, RequestId, WorkerId
-from rpc.clients import DecodeClient
+from router.service import RouterServer
+from rpc.clients import DecodeClient, RouterClient
 
 ABORT = t.AbortRequest(request_id=RequestId("r"), attempt=1, reason="x")
 
@@ -20,6 +23,17 @@ async def mute() -> AsyncIterator[DecodeClient]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         yield DecodeClient(t.WorkerAddress(worker_id=WorkerId("d"), incarnation=Incarnation(1), address=address))
+
+
+@asynccontextmanager
+async def serving_router() -> AsyncIterator[str]:
+    section = {"listen": "127.0.0.1:0"}
+    server = RouterServer(parse_config({"models": [{"name": "m", "path": "x"}], "router": section}))
+    await server.start()
+    try:
+        yield server.address
+    finally:
+        await server.stop(0)
 
 
 async def _call(client: DecodeClient, kind: str) -> object:
@@ -53,3 +67,26 @@ async def test_a_cancelled_caller_stays_cancelled(mute: DecodeClient, kind: str)
     with pytest.raises(asyncio.CancelledError):
         await call
     await mute.close()
+
+
+async def test_a_connection_that_is_slow_to_come_about_is_waited_for() -> None:
+    """A busy machine, or one lost SYN: that is no dead worker."""
+    async with serving_router() as address:
+        host, _, port = address.rpartition(":")
+
+        async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with suppress(ConnectionError):
+                while data := await reader.read(65536):
+                    writer.write(data)
+                    await writer.drain()
+            writer.close()
+
+        async def proxy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await asyncio.sleep(0.7)  # the delay itself, not a wait for something
+            up_reader, up_writer = await asyncio.open_connection(host, int(port))
+            await asyncio.gather(pipe(reader, up_writer), pipe(up_reader, writer))
+
+        async with await asyncio.start_server(proxy, "127.0.0.1", 0) as slow:
+            number = slow.sockets[0].getsockname()[1]
+            async with RouterClient(f"127.0.0.1:{number}") as client:
+                assert (await client.status()).workers == ()
