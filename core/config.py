@@ -410,7 +410,7 @@ def _descend(section: Any, part: str) -> Any:
 def set_worker_environment(num_threads: int) -> None:
     """Thread counts of native libraries and transport settings. Must run before torch, numpy or nixl are imported.
 
-    One thread per worker by default: spinning OpenMP threads on shared cores cost up to 100x (docs/measurements.md).
+    One thread per worker by default: spinning OpenMP threads on shared cores cost up to 100x (measured).
     """
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[name] = str(num_threads)
