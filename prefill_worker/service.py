@@ -65,6 +65,7 @@ class PrefillRole:
         self._room_turn = asyncio.Lock()
         self._num_waiting = 0
         self._scope = TaskScope("prefill")
+        self._reaping = TaskScope("prefill-leases", on_failure=context.on_broken)
 
     # -- role ---------------------------------------------------------------------------------------------------------
 
@@ -73,7 +74,7 @@ class PrefillRole:
         server.add_handoff(self)
 
     async def start(self) -> None:
-        self._scope.spawn(self.exports.reap(), name="lease-reaper")
+        self._reaping.spawn(self.exports.reap(), name="lease-reaper")
 
     def on_step(self, result: StepResult, started_at: float, ended_at: float) -> None:
         for output in result.outputs:
@@ -103,6 +104,7 @@ class PrefillRole:
             await self._abort(key, "the prefill worker is stopping")
         self.exports.close()
         await self._scope.close()
+        await self._reaping.close()
 
     def connect(self, messages: AsyncIterator[ToHolder]) -> AsyncGenerator[ToReader, None]:
         return self.exports.connect(messages)

@@ -1,5 +1,6 @@
 """What a role is given: the engine, the thread that runs it, the memory that transfers, and who we are."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,7 +20,7 @@ from worker.step_thread import StepThread
 
 @dataclass(slots=True, kw_only=True)
 class WorkerContext:
-    """One worker, composed. ``is_draining`` is the only field that changes."""
+    """One worker, composed. ``is_draining`` is the only field that changes once it is."""
 
     config: ClusterConfig
     model: ModelConfigSection
@@ -33,6 +34,8 @@ class WorkerContext:
     engine: Engine
     steps: StepThread
     digester: Digester
+    on_broken: Callable[[BaseException], None]
+    """Called when something that the worker cannot do without has failed: it ends, and is restarted."""
     is_draining: bool = False
 
     @property

@@ -12,7 +12,6 @@ import os
 import re
 import signal
 import socket
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -56,6 +55,10 @@ log = logging.getLogger(__name__)
 
 _IDLE_POLL_S = 0.05
 _HUNG_STEP_S = 60.0
+"""The worker is not ready while a step takes longer ..."""
+_DEAD_STEP_S = 300.0
+"""... and ends when it takes this long."""
+_WATCH_S = 1.0
 _STOP_GRACE_S = 1.0
 
 
@@ -111,6 +114,7 @@ class Worker:
             engine=engine,
             steps=self.steps,
             digester=Digester.at_address(transfer.digest, engine.geometry, engine.kv_region.address),
+            on_broken=lambda error: self._die(),
         )
         self._memory = self._join_memory(backend)
         self.role = make_role(self.context, self._memory)
@@ -186,6 +190,7 @@ class Worker:
             heartbeat_s=context.config.router.heartbeat_s,
         )
         self._scope.spawn(self._membership.run(), name="membership")
+        self._scope.spawn(self._watch_steps(), name="watch-steps")
         log.info("worker ready", extra={"worker_id": context.worker_id, "address": address, "http": http_address})
 
     async def run_until_stopped(self) -> int:
@@ -207,6 +212,13 @@ class Worker:
         await self._probes.stop()
         await asyncio.to_thread(self._memory.transfers.stop, 2.0)
         await asyncio.to_thread(self.steps.stop)
+
+    async def _watch_steps(self) -> None:
+        """A device that hangs answers no call; nothing but a new process helps, and nobody should wait until then."""
+        while self.steps.step_age_s() < _DEAD_STEP_S:
+            await asyncio.sleep(_WATCH_S)
+        log.critical("a step hangs", extra={"worker_id": self.context.worker_id, "seconds": _DEAD_STEP_S})
+        self._die()
 
     def _begin_drain(self, reason: str) -> None:
         if self.state is WorkerState.DRAINING:
@@ -297,8 +309,7 @@ class Worker:
             return str(self.state)
         if not self.steps.is_alive:
             return "the step thread is dead"
-        started_at = self.steps.step_started_at
-        if started_at is not None and time.monotonic() - started_at > _HUNG_STEP_S:
+        if self.steps.step_age_s() > _HUNG_STEP_S:
             return f"a step has been running for more than {_HUNG_STEP_S:.0f} s"
         if not self._memory.transfers.is_alive:
             return "the transfer thread is dead"

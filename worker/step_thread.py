@@ -53,8 +53,7 @@ class StepThread:
         self._thread = threading.Thread(target=self._run, name="baton-steps", daemon=True)
         self.busy_s = 0.0
         """Seconds spent in steps."""
-        self.step_started_at: float | None = None
-        """``time.monotonic`` of the running step: a probe sees a hung device by it."""
+        self._step_started_at: float | None = None
 
     def start(self) -> None:
         self._thread.start()
@@ -82,6 +81,11 @@ class StepThread:
     async def call(self, command: Callable[[Engine], T]) -> T:
         """:meth:`submit`, awaited. The command runs even if the caller is cancelled."""
         return await asyncio.shield(asyncio.wrap_future(self.submit(command)))
+
+    def step_age_s(self) -> float:
+        """How long the running step has been running; 0 between steps. A hung device is seen by it."""
+        started_at = self._step_started_at
+        return 0.0 if started_at is None else time.monotonic() - started_at
 
     @property
     def is_alive(self) -> bool:
@@ -124,11 +128,11 @@ class StepThread:
                 future.set_exception(error)
         if self._engine.has_work:
             self._failpoints.hit("worker.step")
-            self.step_started_at = started = time.monotonic()
+            self._step_started_at = started = time.monotonic()
             result = self._engine.step()
             ended = time.monotonic()
             self.busy_s += ended - started
-            self.step_started_at = None
+            self._step_started_at = None
             if result.outputs or result.num_tokens or result.num_preempted:
                 self._on_step(result, started, ended)
             else:

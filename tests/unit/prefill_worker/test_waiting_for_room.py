@@ -70,6 +70,7 @@ async def rig() -> AsyncIterator[Rig]:
     )
     clock, geometry = ManualClock(), engine.geometry
     context = WorkerContext(
+        on_broken=lambda error: None,
         config=config,
         model=config.models[0],
         pool_config=config.models[0].pools[t.Role.PREFILL],
