@@ -7,8 +7,8 @@ State of a hand-off at P (the lease inside is drawn in kvtransfer/lease.py)::
                 +--cancel | deadline | ended at token 1--> over
 
 An Open that comes before ``begin`` waits here for up to ``lease_s`` (order is not assumed), and for as long as the
-prompt itself waits for room (``expect``). Whatever ends a hand-off bumps the epoch first and gives the blocks back afterwards.
-Everything runs on the event loop.
+prompt itself waits for room (``expect``). Whatever ends a hand-off bumps the epoch first and gives the blocks back
+afterwards. Everything runs on the event loop.
 """
 
 import asyncio
