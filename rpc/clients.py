@@ -5,7 +5,7 @@ Every call has a deadline; long-lived streams are watched by keepalive.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any, Self
 
 import grpc
@@ -35,7 +35,8 @@ CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 64 << 20),
     ("grpc.keepalive_time_ms", 2000),
-    ("grpc.keepalive_timeout_ms", 3000),
+    ("grpc.keepalive_timeout_ms", 5000),
+    ("grpc.http2.ping_timeout_ms", 5000),  # what really ends a hung peer's streams; 60 s by default
     ("grpc.keepalive_permit_without_calls", 0),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.enable_http_proxy", 0),
@@ -163,7 +164,7 @@ class RouterClient(_Client):
         reply = await self._call(self._stub.Scale, request, timeout_s=CONTROL_TIMEOUT_S)
         return tuple(from_pb(t.PoolSize, pool) for pool in reply.pools)
 
-    async def watch_pools(self) -> AsyncIterator[tuple[t.PoolSize, ...]]:
+    async def watch_pools(self) -> AsyncGenerator[tuple[t.PoolSize, ...], None]:
         async for message in self._stream(self._stub.WatchPools, router_pb2.Empty()):
             yield tuple(from_pb(t.PoolSize, pool) for pool in message.pools)
 

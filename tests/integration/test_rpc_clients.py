@@ -1,9 +1,13 @@
 """Clients over awkward connections: closed before a call or under it, and slow to come about."""
 
 import asyncio
+import json
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 
 import pytest
 
@@ -90,3 +94,23 @@ async def test_a_connection_that_is_slow_to_come_about_is_waited_for() -> None:
             number = slow.sockets[0].getsockname()[1]
             async with RouterClient(f"127.0.0.1:{number}") as client:
                 assert (await client.status()).workers == ()
+
+
+async def test_the_stream_of_a_hung_peer_ends_long_before_the_deadline_of_a_request() -> None:
+    """Its kernel goes on to acknowledge what we send, so only our own pings tell."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "baton.process", "router", "--set", "router.listen=127.0.0.1:0", stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        ready = await process.stdout.readline()
+        address = json.loads(ready.partition(b"{")[1] + ready.partition(b"{")[2])["grpc"]
+        async with RouterClient(address) as client, aclosing(client.watch_pools()) as sizes:
+            await anext(sizes)
+            process.send_signal(signal.SIGSTOP)
+            async with asyncio.timeout(20):
+                with pytest.raises(WorkerLost):
+                    await anext(sizes)
+    finally:
+        process.kill()
+        await process.wait()
