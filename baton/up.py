@@ -15,7 +15,7 @@ from core.errors import ConfigError
 from deploy.cluster import Cluster, resolve_ports
 from deploy.launcher import EXIT_CONFIG, ComponentEvent, ComponentState, Launcher, LaunchError
 from deploy.process import ProcessLauncher
-from modelfiles.locate import locate
+from modelfiles.model import open_model
 
 READY_POLL_S = 0.2
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -28,7 +28,7 @@ ESSENTIAL = ("router", "gateway")
 async def up(config: ClusterConfig, *, log_dir: str | None) -> int:
     """Returns once the cluster was told to stop and has stopped. Raises ConfigError and LaunchError."""
     for model in config.models:
-        locate(model.path)  # a missing model is told, a remote one fetched, before anything is started
+        open_model(model.path)  # a missing or broken model is told, a remote one fetched, before anything is started
     config = resolve_ports(config)
     with tempfile.TemporaryDirectory(prefix="baton-") as run_dir:
         logs = _make_log_dir(Path(log_dir) if log_dir is not None else Path(run_dir) / "logs")

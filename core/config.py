@@ -71,6 +71,28 @@ class KVConfig(_Section):
         return value
 
 
+class GenerationConfig(_Section):
+    """Sampling values for requests that are silent. ``auto``: what the model's own files say, else OpenAI's default."""
+
+    temperature: float | Literal["auto"] = "auto"
+    top_p: float | Literal["auto"] = "auto"
+    top_k: int | Literal["auto"] = "auto"
+    min_p: float | Literal["auto"] = "auto"
+    repetition_penalty: float | Literal["auto"] = "auto"
+    max_new_tokens: int | Literal["auto"] = "auto"
+    """A cap on every answer of this model."""
+
+    @model_validator(mode="after")
+    def _ranges(self) -> Self:
+        bounds = {"temperature": (0, 2), "top_p": (1e-6, 1), "top_k": (0, 1 << 31), "min_p": (0, 1)}
+        bounds |= {"repetition_penalty": (1e-6, 100), "max_new_tokens": (1, 1 << 31)}
+        for name, (low, high) in bounds.items():
+            value = getattr(self, name)
+            if value != "auto" and not low <= value <= high:
+                raise ValueError(f"{name} is {value}; say auto or a number from {low:g} to {high:g}")
+        return self
+
+
 class ModelConfigSection(_Section):
     """One served model and its pools."""
 
@@ -81,6 +103,7 @@ class ModelConfigSection(_Section):
     dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
     invariant: bool = True
     """Bitwise equal results under any batching (law 3)."""
+    generation: GenerationConfig = GenerationConfig()
     kv: KVConfig = KVConfig()
     pools: dict[Role, PoolConfig] = Field(
         default_factory=lambda: {Role.PREFILL: PoolConfig(), Role.DECODE: PoolConfig()}
@@ -395,7 +418,7 @@ def _descend(section: Any, part: str) -> Any:
 def set_worker_environment(num_threads: int) -> None:
     """Thread counts of native libraries and transport settings. Must run before torch, numpy or nixl are imported.
 
-    One thread per worker by default: spinning OpenMP threads on shared cores cost up to 100x (docs/measurements.md).
+    One thread per worker by default: spinning OpenMP threads on shared cores cost up to 100x (measured).
     """
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[name] = str(num_threads)

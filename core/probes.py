@@ -52,7 +52,8 @@ class ProbeServer:
                 "Connection: close\r\n\r\n".encode()
                 + body
             )
-            await writer.drain()
+            async with asyncio.timeout(_READ_TIMEOUT_S):
+                await writer.drain()
         except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError):
             pass  # a probe that does not finish its request gets no answer
         finally:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -14,8 +14,9 @@ class TaskScope:
     ``on_failure`` (if given) is called with the exception of a task that ended by one, e.g. to stop the process.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, on_failure: Callable[[BaseException], None] | None = None) -> None:
         self._name = name
+        self._on_failure = on_failure
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
 
@@ -35,6 +36,8 @@ class TaskScope:
         error = task.exception()
         if error is not None:
             log.error("background task failed", extra={"task": task.get_name()}, exc_info=error)
+            if self._on_failure is not None:
+                self._on_failure(error)
 
     def __len__(self) -> int:
         return len(self._tasks)

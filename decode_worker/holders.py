@@ -15,6 +15,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Any
 
 from core.errors import PeerLost, ServingError, error_from_slug
 from core.handoff import (
@@ -68,7 +69,7 @@ class Holder:
         self._outgoing: asyncio.Queue[ToHolder] = asyncio.Queue()
         self._expected: dict[HandoffId, _Expected] = {}
         self._link: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
-        self._link.add_done_callback(lambda future: future.cancelled() or future.exception())  # may go unawaited
+        self._link.add_done_callback(_take_error)
         self._lost: ServingError | None = None
         self._given_up: OrderedDict[HandoffId, int] = OrderedDict()  # with the attempt that claimed it
 
@@ -105,6 +106,7 @@ class Holder:
     def open(self, message: Open) -> "asyncio.Future[Sealed]":
         """Ask for a hand-off. The future ends with Sealed, or with the holder's refusal."""
         future: asyncio.Future[Sealed] = asyncio.get_running_loop().create_future()
+        future.add_done_callback(_take_error)
         if self._lost is not None:
             future.set_exception(self._lost)
             return future
@@ -215,6 +217,12 @@ class Holders:
     async def close(self) -> None:
         await self._scope.close()
         self._holders.clear()
+
+
+def _take_error(future: "asyncio.Future[Any]") -> None:
+    """It may go unawaited: whoever waits on link and grant fails by the first of them."""
+    if not future.cancelled():
+        future.exception()
 
 
 def _as_transfer_error(error: ServingError, address: WorkerAddress) -> ServingError:

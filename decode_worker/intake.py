@@ -249,6 +249,8 @@ def _outcome_of(error: BaseException, known: HandoffOutcome) -> HandoffOutcome:
         return HandoffOutcome.DIGEST_MISMATCH
     if isinstance(error, StaleLease):
         return HandoffOutcome.STALE_LEASE
+    if isinstance(error, LayoutMismatch):
+        return HandoffOutcome.INCOMPATIBLE
     if known is HandoffOutcome.OK or not isinstance(error, ServingError):
         return HandoffOutcome.ABORTED
     return known

@@ -9,7 +9,9 @@ import logging
 import time
 from bisect import bisect, insort
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from core.errors import (
     Cancelled,
@@ -123,13 +125,14 @@ class DecodeRole:
         if admission.key in self._admissions:
             raise Cancelled("the attempt is here already")
         num_ahead = bisect(self._queue, admission.rank, key=_rank)
-        if len(self._queue) >= context.pool_config.max_queue and not self._try_reserve(admission):
-            raise QueueFull(f"{context.worker_id} has {len(self._queue)} requests waiting for KV blocks")
-        admission.enter(AdmissionState.QUEUED)
         if num_ahead or not self._try_reserve(admission):
+            if len(self._queue) >= context.pool_config.max_queue:
+                raise QueueFull(f"{context.worker_id} has {len(self._queue)} requests waiting for KV blocks")
             insort(self._queue, admission, key=_rank)
+        admission.enter(AdmissionState.QUEUED)
         self._admissions[admission.key] = admission
         admission.task = self._scope.spawn(self._run(admission), name=f"admission-{asked.request_id[:8]}")
+        admission.task.add_done_callback(partial(self._on_run_end, admission))
         if admission.reservation is not None:
             return AdmitReply(verdict=AdmitVerdict.ACCEPTED)
         return AdmitReply(verdict=AdmitVerdict.QUEUED, num_ahead=num_ahead)
@@ -223,11 +226,14 @@ class DecodeRole:
             error = DeadlineExceeded("the deadline passed at the decode worker")
         except ServingError as failure:
             error = failure
-        except RuntimeError as failure:
-            log.error("admission failed", exc_info=failure, extra={"request_id": asked.request.request_id})
-            error = InternalError("the decode worker failed the request")
         admission.task = None  # this task: it must not cancel itself below
         await self._end(admission, error)
+
+    def _on_run_end(self, admission: Admission, task: "asyncio.Task[None]") -> None:
+        """A task that died by a mistake of ours (its scope logs it) takes no room with it, and the gateway is told."""
+        if self._admissions.get(admission.key) is admission and not self._is_stopping:
+            admission.task = None
+            self._scope.spawn(self._end(admission, InternalError("the decode worker failed the request")), name="died")
 
     async def _end(self, admission: Admission, error: ServingError | None) -> None:
         """The one way out that is not a finish. Runs to its end even if the caller (an abort call) is cancelled."""
@@ -245,7 +251,8 @@ class DecodeRole:
             await asyncio.wait({admission.task})
         if admission.sequence is not None:
             key = admission.key
-            await self._context.steps.call(lambda engine: engine.remove(key))
+            with suppress(WorkerLost):  # the engine has ended, and its blocks with it
+                await self._context.steps.call(lambda engine: engine.remove(key))
         if admission.reservation is not None:
             admission.reservation.release()
             admission.reservation = None

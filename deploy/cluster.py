@@ -12,6 +12,8 @@ from core.types import PoolSize, Role
 from deploy.launcher import ComponentKind, ComponentResources, ComponentSpec, Launcher
 
 NOTHING = ComponentResources()
+CLOSE_S = 2.0
+"""What a gateway needs to end its streams after its drain."""
 FREE_PORTS = range(20000, 32000)
 """Where ports are chosen for components that others must find: above Ray's worker ports (10002-19999) and below the
 kernel's ephemeral ones, so that no outgoing connection takes a port between our look and the component's bind."""
@@ -35,7 +37,11 @@ def router_spec(config: ClusterConfig) -> ComponentSpec:
 
 
 def gateway_spec(config: ClusterConfig) -> ComponentSpec:
-    return _spec("gateway", ComponentKind.GATEWAY, config)
+    """Its drain ends before the launcher's patience: running streams end by an error in the stream, not by a cut."""
+    drain_s = min(config.gateway.limits.drain_s, max(0.0, _grace_s(config) - CLOSE_S))
+    limits = config.gateway.limits.model_copy(update={"drain_s": drain_s})
+    gateway = config.gateway.model_copy(update={"limits": limits})
+    return _spec("gateway", ComponentKind.GATEWAY, config.model_copy(update={"gateway": gateway}))
 
 
 def worker_spec(config: ClusterConfig, model: ModelConfigSection, role: Role, index: int) -> ComponentSpec:
@@ -94,8 +100,12 @@ def _spec(
         kind=kind,
         argv=(*command, "--config-json", config_to_json(config)),
         resources=resources,
-        grace_s=max(1.0, config.launcher.stop_s - 2),
+        grace_s=_grace_s(config),
     )
+
+
+def _grace_s(config: ClusterConfig) -> float:
+    return max(1.0, config.launcher.stop_s - 2)
 
 
 def _resources(pool: PoolConfig) -> ComponentResources:

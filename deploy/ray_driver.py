@@ -54,6 +54,8 @@ class _Component:
         try:
             if await self._place():
                 await self._follow()
+        except RayError as error:
+            self._say(ComponentState.FAILED, message=f"Ray lost it: {' '.join(str(error).split())}")
         finally:
             self._give_back()
             self.done.set()
@@ -105,7 +107,8 @@ class _Component:
             )
             .remote()
         )
-        await self._supervise()
+        if not await self._supervise():
+            return
         if self._is_stopping:
             self._actor.stop.remote()
         while True:
@@ -120,21 +123,25 @@ class _Component:
                     return
                 # The actor's process died, its component with it. Ray makes a new one, which knows nothing yet.
                 self._say(ComponentState.EXITED, exit_code=137, message="its Ray supervisor died")
-                await self._supervise()
+                if not await self._supervise():
+                    return
                 continue
             for event in events:
                 self._driver.send_event(event)
                 if event.state in (ComponentState.STOPPED, ComponentState.FAILED):
                     return
 
-    async def _supervise(self) -> None:
+    async def _supervise(self) -> bool:
+        """Tell the actor what to run, as soon as it is there. False if stopped meanwhile."""
         assert self._actor is not None
-        while True:
+        while not self._is_stopping:
             try:
                 await self._actor.supervise.remote(self.spec.to_json(), self._driver.log_dir)
-                return
+                return True
             except RayActorError:
                 await asyncio.sleep(UNAVAILABLE_PAUSE_S)
+        self._say(ComponentState.STOPPED)
+        return False
 
     def _give_back(self) -> None:
         if self._actor is not None:

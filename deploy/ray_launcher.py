@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -102,11 +103,12 @@ class RayLauncher:
         return path.open("ab")
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        while line := await reader.readline():
-            event = ComponentEvent.from_json(json.loads(line)["event"])
-            if event.state in (ComponentState.STOPPED, ComponentState.FAILED):
-                self._ended[event.component].set()
-            self._queue.put_nowait(event)
+        with suppress(ConnectionError):  # a driver that was killed: the same as its end
+            while line := await reader.readline():
+                event = ComponentEvent.from_json(json.loads(line)["event"])
+                if event.state in (ComponentState.STOPPED, ComponentState.FAILED):
+                    self._ended[event.component].set()
+                self._queue.put_nowait(event)
         # The driver is gone, every component with it. After close this is expected; else each is reported.
         for name, ended in self._ended.items():
             if not ended.is_set():

@@ -225,7 +225,11 @@ class _Run:
     def feed(self, data: bytes) -> Mapping[str, str] | None:
         """Take output; returns the addresses if a ready line was in it."""
         if self._log is not None:
-            self._log.write(data)
+            try:
+                self._log.write(data)
+            except OSError as error:  # a full disk must not end the component
+                self.tail.append(f"its log ends here: {error.strerror}")
+                self.close()
         addresses = None
         *lines, self._partial = (self._partial + data).split(b"\n")
         for raw in lines:
@@ -244,6 +248,7 @@ class _Run:
     def close(self) -> None:
         if self._log is not None:
             self._log.close()
+            self._log = None
 
 
 def _signal_group(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:

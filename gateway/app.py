@@ -1,6 +1,6 @@
 """Builds the gateway out of its parts: an ASGI application, and the tasks that live beside it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from fastapi import FastAPI
 from starlette.routing import Route
@@ -47,7 +47,9 @@ class Gateway:
         self._shelf = ModelShelf(models)
         self.peers = Peers(clients, TokenStreams(clients, gateway_id, incarnation))
         self.reporter = Reporter(router, clock, gateway_id, incarnation)
-        self._scope = TaskScope("gateway")
+        self._scope = TaskScope("gateway", on_failure=self._break)
+        self._on_broken: Callable[[], None] = lambda: None
+        self.is_broken = False
         limits = PipelineLimits(
             max_attempts=config.gateway.limits.max_attempts,
             capacity_patience_s=config.router.placement_wait_s,
@@ -70,8 +72,9 @@ class Gateway:
         )
         self.asgi = Edge(_application(self._generation, routes), self._metrics)
 
-    def start(self) -> None:
-        """Starts the heartbeat to the router."""
+    def start(self, *, on_broken: Callable[[], None] = lambda: None) -> None:
+        """Starts the heartbeat to the router. ``on_broken`` is called if that ends by an error."""
+        self._on_broken = on_broken
         self._scope.spawn(self.reporter.run(self._config.router.heartbeat_s), name="reporter")
 
     async def drain(self) -> None:
@@ -89,6 +92,10 @@ class Gateway:
     def _on_count(self, num_running: int) -> None:
         self._metrics.running.set(num_running)
         self.reporter.num_requests = num_running
+
+    def _break(self, error: BaseException) -> None:
+        self.is_broken = True
+        self._on_broken()
 
     def _on_end(self, run: Run) -> None:
         self._metrics.observe(run)

@@ -13,11 +13,11 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 
 from core import types as t
-from core.errors import DeadlineExceeded, ServingError, WorkerLost
+from core.errors import DeadlineExceeded, InternalError, ServingError, WorkerLost
 from core.ids import Incarnation, WorkerId
 from core.tasks import TaskScope
 from gateway.ports import ClientFactory, PrefillPort
-from gateway.token_streams import Mailbox, TokenStreams
+from gateway.token_streams import Event, Mailbox, TokenStreams
 
 log = logging.getLogger(__name__)
 
@@ -86,8 +86,11 @@ class Legs:
         self._link = peers.streams.link(placement.decode)
         self._link.subscribe(self._request_id, self._attempt, self._mailbox)
         self._scope.spawn(self._report(self._admit(), placement.decode), name="admit")
-        if placement.prefill is not None:
-            self._scope.spawn(self._report(self._prefill(placement.prefill), placement.prefill), name="prefill")
+        # Kept for the abort: asked for again later, it would take the place of its successor's client.
+        self._prefill_client = None if placement.prefill is None else peers.prefill(placement.prefill)
+        if placement.prefill is not None and self._prefill_client is not None:
+            call = self._prefill(self._prefill_client, placement.prefill)
+            self._scope.spawn(self._report(call, placement.prefill), name="prefill")
         self._deadline = asyncio.get_running_loop().call_later(
             max(request.deadline_s, 0.0), self._mailbox.put, DeadlineExceeded("the request's deadline has passed")
         )
@@ -107,9 +110,8 @@ class Legs:
         if not self.is_settled_by_decode:
             abort = t.AbortRequest(request_id=self._request_id, attempt=self._attempt, reason=reason)
             self._peers.spawn(_abort(self._link.client.abort, abort), name=f"abort-decode-{self._request_id}")
-            if self._placement.prefill is not None:
-                client = self._peers.prefill(self._placement.prefill)
-                self._peers.spawn(_abort(client.abort, abort), name=f"abort-prefill-{self._request_id}")
+            if self._prefill_client is not None:
+                self._peers.spawn(_abort(self._prefill_client.abort, abort), name=f"abort-prefill-{self._request_id}")
         await self._scope.close()
 
     async def _admit(self) -> t.AdmitReply:
@@ -125,8 +127,8 @@ class Legs:
             )
         )
 
-    async def _prefill(self, worker: t.WorkerAddress) -> t.PrefillReply:
-        return await self._peers.prefill(worker).prefill(
+    async def _prefill(self, client: PrefillPort, worker: t.WorkerAddress) -> t.PrefillReply:
+        return await client.prefill(
             t.PrefillRequest(
                 request=self._make_request(),
                 handoff_id=self._placement.handoff_id,
@@ -138,15 +140,19 @@ class Legs:
     async def _report(
         self, call: Coroutine[object, object, t.AdmitReply | t.PrefillReply], worker: t.WorkerAddress
     ) -> None:
+        """One event for the reader, however the call ends: nobody waits for a call that is gone."""
+        event: Event = InternalError("the call to a worker broke", worker_id=worker.worker_id)
         try:
-            self._mailbox.put(await call)
+            event = await call
         except ServingError as error:
             if isinstance(error, DeadlineExceeded) and self._make_request().deadline_s > 0:
                 # The call's own limit, not the request's: a worker that does not answer is lost to this attempt.
                 error = WorkerLost(error.message)
             if error.worker_id is None:
                 error.worker_id = worker.worker_id
-            self._mailbox.put(error)
+            event = error
+        finally:
+            self._mailbox.put(event)
 
 
 @asynccontextmanager

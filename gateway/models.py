@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from core.config import ModelConfigSection
+from core.config import GenerationConfig, ModelConfigSection
 from core.errors import ModelNotFound
 from modelfiles import ChatTemplate, GenerationDefaults, Tokenizer, open_model
 
@@ -36,12 +36,18 @@ class ServedModel:
             name=section.name,
             tokenizer=files.tokenizer(),
             template=files.chat_template(),
-            defaults=files.generation_defaults,
+            defaults=_configured(section.generation).or_else(files.generation_defaults),
             max_context=own if section.max_context == "auto" else min(own, section.max_context),
             vocab_size=files.config.vocab_size,
             eos_token_ids=files.config.eos_token_ids,
             created=int(time.time()),
         )
+
+
+def _configured(section: GenerationConfig) -> GenerationDefaults:
+    """What the operator says; ``auto`` is silent."""
+    said = {name: value for name, value in section.model_dump().items() if value != "auto"}
+    return GenerationDefaults(**said)
 
 
 class ModelShelf:

@@ -188,6 +188,7 @@ class Run:
             is_callers_stop=chunk.stop_token_id in self.request.sampling.stop_token_ids,
         )
         self.accepted += delta.token_ids
+        self._first_refusal_s = None  # it runs: a later refusal is borne anew
         self.num_overrun += delta.num_overrun
         self.finish_reason = delta.finish_reason
         self.is_ended_by_decode = self._has_decode_chunk and chunk.finish_reason is not None

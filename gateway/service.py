@@ -12,7 +12,7 @@ import uvicorn
 import uvloop
 
 from core.config import ClusterConfig, split_address
-from core.errors import ConfigError
+from core.errors import ConfigError, InternalError
 from core.ids import GatewayId, new_incarnation
 from core.telemetry import Telemetry, setup_telemetry
 from gateway.app import Gateway
@@ -85,7 +85,7 @@ async def _serve(
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     loop.add_signal_handler(signal.SIGINT, stop.set)
-    gateway.start()
+    gateway.start(on_broken=stop.set)
     serving = loop.create_task(server.serve(sockets=[listener]), name="http-server")
     try:
         log.info("listening", extra={"address": address, "models": [model.name for model in models]})
@@ -98,9 +98,13 @@ async def _serve(
         await gateway.drain()
     finally:
         server.should_exit = True
-        await serving
-        await gateway.close()
+        try:
+            await serving
+        finally:
+            await gateway.close()
         log.info("stopped")
+    if gateway.is_broken:
+        raise InternalError("the gateway's heartbeat failed; it must be restarted")
 
 
 class _Server(uvicorn.Server):

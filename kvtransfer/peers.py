@@ -38,6 +38,8 @@ class Peers:
 
     def add(self, link: Link) -> Link | None:
         """Make ``link`` the usable one of its worker. Returns the link it replaces, now retired."""
+        if link in self._retired:
+            self._retired.remove(link)  # it was discarded, and has proven itself after all
         old = self._links.get(link.peer.worker_id)
         if old is link:
             return None

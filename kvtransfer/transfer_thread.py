@@ -45,8 +45,10 @@ class TransferThread:
         name: str,
         stall_s: float = 10.0,
         handshake_s: float = 5.0,
+        on_death: Callable[[], object] | None = None,
     ) -> None:
-        """``geometry`` is that of our region ``kv``; ``scratch`` was registered with the backend."""
+        """``geometry`` is that of our region ``kv``; ``scratch`` was registered with the backend. ``on_death`` is
+        called on the thread when it ends by an error."""
         self._custody = custody
         self._clock = clock
         self._loop = TransferLoop(
@@ -58,6 +60,7 @@ class TransferThread:
             stall_s=stall_s,
             handshake_s=handshake_s,
         )
+        self._on_death = on_death
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._accepting = True
@@ -145,6 +148,10 @@ class TransferThread:
                 else:
                     limit_s = _DRAIN_SLEEP_S if self._loop.is_draining else _MAX_SLEEP_S
                     wait_s, sleep_s = sleep_s, min(sleep_s * 2, limit_s)
+        except BaseException:
+            if self._on_death is not None:
+                self._on_death()
+            raise
         finally:
             self._end()
 

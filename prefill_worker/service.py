@@ -14,9 +14,10 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from core.errors import Cancelled, ContextTooLong, DeadlineExceeded, OutOfBlocks, QueueFull
+from core.errors import Cancelled, ContextTooLong, DeadlineExceeded, OutOfBlocks, QueueFull, WorkerLost
 from core.handoff import PeerInfo, ToHolder, ToReader
 from core.ids import HandoffId, RequestId
 from core.tasks import TaskScope
@@ -49,8 +50,9 @@ class _Attempt:
     task: "asyncio.Task[PrefillReply] | None"
     num_tokens: int
     first: "asyncio.Future[SequenceOutput]"
-    started_at: float | None = None
+    has_room: bool = False
     is_held: bool = False
+    abort_reason: str = ""
 
 
 class PrefillRole:
@@ -64,6 +66,7 @@ class PrefillRole:
         self._tombstones = Tombstones(context.clock, 2 * context.config.transfer.lease_s)
         self._line = Line(context.pool_config)
         self._scope = TaskScope("prefill")
+        self._reaping = TaskScope("prefill-leases", on_failure=context.on_broken)
 
     # -- role ---------------------------------------------------------------------------------------------------------
 
@@ -72,7 +75,7 @@ class PrefillRole:
         server.add_handoff(self)
 
     async def start(self) -> None:
-        self._scope.spawn(self.exports.reap(), name="lease-reaper")
+        self._reaping.spawn(self.exports.reap(), name="lease-reaper")
 
     def on_step(self, result: StepResult, started_at: float, ended_at: float) -> None:
         for output in result.outputs:
@@ -102,6 +105,7 @@ class PrefillRole:
             await self._abort(key, "the prefill worker is stopping")
         self.exports.close()
         await self._scope.close()
+        await self._reaping.close()
 
     def connect(self, messages: AsyncIterator[ToHolder]) -> AsyncGenerator[ToReader, None]:
         return self.exports.connect(messages)
@@ -125,13 +129,19 @@ class PrefillRole:
             first=asyncio.get_running_loop().create_future(),
         )
         self._attempts[key] = attempt
+        self.exports.expect(request.handoff_id)
         try:
             async with asyncio.timeout(asked.deadline_s):
                 return await self._run(request, attempt)
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed during prefill") from None
+        except asyncio.CancelledError:
+            if attempt.abort_reason:
+                raise Cancelled(attempt.abort_reason) from None
+            raise
         finally:
             self._attempts.pop(key, None)
+            self.exports.expect_no_more(request.handoff_id)
 
     async def abort_prefill(self, request: AbortRequest) -> AbortReply:
         self._tombstones.add(request.request_id, request.attempt)
@@ -150,6 +160,7 @@ class PrefillRole:
         await context.failpoints.reach("prefill.queued")
         grammar = await context.start_grammar(asked.sampling)
         reservation = await self._wait_for_room(request, attempt)
+        attempt.has_room = True
         accepted = asked.choices[0].accepted
         sequence_key = SequenceKey(request_id=asked.request_id, attempt=asked.attempt, choice=0)
         sequence = Sequence(
@@ -179,8 +190,10 @@ class PrefillRole:
                 await self._hold(handoff_id, attempt, sequence_key, first)
         finally:
             if not is_over:
-                await asyncio.shield(self._discard(sequence))
-                self.exports.end(handoff_id, Cancelled("the prefill ended without a first token"))
+                try:
+                    await asyncio.shield(self._scope.spawn(self._discard(sequence), name="discard"))
+                finally:
+                    self.exports.end(handoff_id, Cancelled("the prefill ended without a first token"))
         started_at = sequence.first_step_at or added_at
         return PrefillReply(
             first_tokens=(first,),
@@ -205,8 +218,8 @@ class PrefillRole:
         holding = self._scope.spawn(hold(), name=f"hold-{handoff_id[:8]}")
         try:
             await asyncio.shield(holding)
-        except asyncio.CancelledError:
-            self.exports.end(handoff_id, Cancelled("cancelled while the hand-off was sealed"))
+        except BaseException:
+            self.exports.end(handoff_id, Cancelled("ended while the hand-off was sealed"))
             raise
 
     async def _wait_for_room(self, request: PrefillRequest, attempt: _Attempt) -> Reservation:
@@ -267,17 +280,19 @@ class PrefillRole:
     async def _discard(self, sequence: Sequence) -> None:
         """Off the engine, blocks freed; legal in every state of the sequence."""
         key = sequence.key
-        await self._context.steps.call(lambda engine: engine.remove(key))
+        with suppress(WorkerLost):  # the engine has ended, and its blocks with it
+            await self._context.steps.call(lambda engine: engine.remove(key))
 
     async def _abort(self, key: tuple[RequestId, int], reason: str) -> bool:
         """Cancel the call of a running attempt and wait until its blocks are back."""
         attempt = self._attempts.get(key)
         if attempt is None or attempt.is_held or attempt.task is None:
             return False
-        if not attempt.first.done():
+        if attempt.has_room and not attempt.first.done():
             attempt.first.set_exception(Cancelled(reason))
             attempt.first.exception()  # taken here too: the call may end before it looks
         else:
+            attempt.abort_reason = reason
             attempt.task.cancel()
         await asyncio.gather(_ended(attempt.task), return_exceptions=True)
         return True

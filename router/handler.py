@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 from core.clock import Clock, MonotonicClock
 from core.config import ClusterConfig
@@ -82,6 +82,9 @@ class RouterHandler:
         )
         self._metrics = RouterMetrics(telemetry.registry, [(pool.model, pool.role) for pool in self._pools.sizes()])
         self._tasks = TaskScope("router")
+        self._time = TaskScope("router-time", on_failure=lambda error: self.on_broken())
+        self.on_broken: Callable[[], None] = lambda: None
+        """Called when timekeeping has failed: nothing would expire any more, so the process should end."""
 
     # -- gateways -----------------------------------------------------------------------------------------------------
 
@@ -208,10 +211,11 @@ class RouterHandler:
 
     def start(self) -> None:
         """Begin to keep time. Needs the running event loop."""
-        self._tasks.spawn(self._keep_time(), name="sweep")
+        self._time.spawn(self._keep_time(), name="sweep")
 
     async def close(self) -> None:
         await self._tasks.close()
+        await self._time.close()
 
     def sweep(self) -> None:
         """Judge silence, forget what is over, wake who waits. Called every ``SWEEP_S`` and by tests."""

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from core.clock import Clock
 from core.config import ClusterConfig
-from core.errors import ServingError
+from core.errors import InternalError, ServingError
 from core.ids import format_incarnation
 from core.probes import ProbeServer
 from core.telemetry import Telemetry, setup_telemetry
@@ -75,6 +75,13 @@ async def run(config: ClusterConfig, *, announce: Callable[[Mapping[str, str]], 
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stopping.set)
     server = RouterServer(config, setup_telemetry("router", config.telemetry))
+    broken = asyncio.Event()
+
+    def on_broken() -> None:
+        broken.set()
+        stopping.set()
+
+    server.handler.on_broken = on_broken
     await server.start()
     log.info(
         "router serving",
@@ -85,10 +92,10 @@ async def run(config: ClusterConfig, *, announce: Callable[[Mapping[str, str]], 
         },
     )
     announce({"grpc": server.address, "http": server.http_address})
-    if announce is not None:
-        announce({"grpc": server.address, "http": server.http_address})
     await stopping.wait()
     log.info("router stopping")
     with suppress(TimeoutError):
         async with asyncio.timeout(2.0):
             await server.stop()
+    if broken.is_set():
+        raise InternalError("the router's timekeeping failed; it must be restarted")

@@ -6,6 +6,7 @@
           --> waiting --- wake, and a path is there ---------------------> placed
                       --- forgive_s, and a path of once blamed workers --> placed
                       --- placement_wait_s or the request's deadline ----> NoWorker, naming what is missing
+                      --- nobody knows the model any more ---------------> ModelNotFound
                       --- the caller is gone ----------------------------> forgotten; a placement just made is released
           --> refused at once: ContextTooLong (no worker could ever hold it), QueueFull (the room is full)
 
@@ -117,7 +118,11 @@ class WaitingRoom:
             age_s=waiter.request.age_s + waited_s,
             excluded_workers=() if waiter.is_forgiving else waiter.request.excluded_workers,
         )
-        outcome = self._place_now(request)
+        try:
+            outcome = self._place_now(request)
+        except ServingError as error:  # the model's last worker has gone meanwhile
+            self._settle(waiter, error)
+            return
         if isinstance(outcome, Placement):
             chosen = {(w.worker_id, w.incarnation) for w in (outcome.prefill, outcome.decode) if w is not None}
             is_forgiven = not chosen.isdisjoint(waiter.request.excluded_workers)

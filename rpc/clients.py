@@ -5,16 +5,16 @@ Every call has a deadline; long-lived streams are watched by keepalive.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import grpc
 import grpc.aio
 
 from core import types as t
-from core.errors import InternalError, StaleIncarnation
+from core.errors import InternalError, StaleIncarnation, WorkerLost
 from core.handoff import ToHolder, ToReader
 from core.ids import GatewayId, Incarnation
 from rpc.convert import TO_HOLDER, TO_READER, WORKER_MESSAGE, from_pb, to_pb
@@ -31,20 +31,20 @@ from rpc.pb import (
 CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # a restarted peer at the same address gets a fresh connection
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 2000),  # in truth the time that a connection may take to come about
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.enable_retries", 0),  # recovery is decided in gateway/pipeline.py and nowhere else
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 64 << 20),
     ("grpc.keepalive_time_ms", 2000),
-    ("grpc.keepalive_timeout_ms", 3000),
+    ("grpc.keepalive_timeout_ms", 5000),
+    ("grpc.http2.ping_timeout_ms", 5000),  # what really ends a hung peer's streams; 60 s by default
     ("grpc.keepalive_permit_without_calls", 0),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.enable_http_proxy", 0),
 )
 ABORT_TIMEOUT_S = 5.0
 CONTROL_TIMEOUT_S = 10.0
-T = TypeVar("T")
 
 
 class _Client:
@@ -55,27 +55,46 @@ class _Client:
         self._worker_id = worker_id
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
-    async def _call(self, call: Awaitable[T]) -> T:
+    async def _call(self, method: Any, request: Any, *, timeout_s: float) -> Any:
         try:
-            return await call
+            return await method(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, worker_id=self._worker_id) from None
+        except grpc.aio.UsageError:
+            raise self._closed() from None
+        except asyncio.CancelledError:
+            # A channel that is closed cancels its calls. Unless somebody cancelled the caller too, it is to hear of it.
+            if _is_cancelled():
+                raise
+            raise self._closed() from None
 
-    async def _stream(self, call: Any, outgoing: "_Outgoing | None" = None) -> AsyncGenerator[Any, None]:
+    async def _stream(
+        self, method: Any, request: Any, outgoing: "_Outgoing | None" = None, *, timeout_s: float | None = None
+    ) -> AsyncGenerator[Any, None]:
         """The messages of a response stream; leaving it early cancels the call."""
+        call = None
         try:
+            call = method(request, timeout=timeout_s)
             async for message in call:
                 yield message
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, worker_id=self._worker_id) from None
+        except grpc.aio.UsageError:
+            raise self._closed() from None
         except asyncio.CancelledError:
             # grpc cancels the call, and with it whoever reads it, when the request iterator raises. That is no
             # cancellation of our task, and swallowing it would end a long-lived stream without a word.
             if outgoing is not None and outgoing.error is not None:
                 raise InternalError("the request stream failed") from outgoing.error
-            raise
+            if _is_cancelled():
+                raise
+            raise self._closed() from None
         finally:
-            call.cancel()
+            if call is not None:
+                call.cancel()
+
+    def _closed(self) -> WorkerLost:
+        return WorkerLost(f"the connection to {self._worker_id or 'peer'} was closed here", worker_id=self._worker_id)
 
     async def close(self) -> None:
         await self._channel.close()
@@ -85,6 +104,12 @@ class _Client:
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
+
+
+def _is_cancelled() -> bool:
+    """Whether the running task itself was cancelled."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 class _Outgoing:
@@ -112,44 +137,44 @@ class RouterClient(_Client):
         self._stub: Any = router_pb2_grpc.RouterStub(self._channel)
 
     async def place(self, request: t.PlaceRequest) -> t.Placement:
-        call = self._stub.Place(to_pb(request), timeout=request.deadline_s)
-        return from_pb(t.Placement, await self._call(call))
+        call = self._call(self._stub.Place, to_pb(request), timeout_s=request.deadline_s)
+        return from_pb(t.Placement, await call)
 
     async def end_placement(self, end: t.PlacementEnd) -> None:
-        await self._call(self._stub.EndPlacement(to_pb(end), timeout=CONTROL_TIMEOUT_S))
+        await self._call(self._stub.EndPlacement, to_pb(end), timeout_s=CONTROL_TIMEOUT_S)
 
     async def join(
         self, messages: AsyncIterator[t.WorkerRegistration | t.WorkerLoad]
     ) -> AsyncIterator[t.WorkerCommand]:
         """The membership stream: send registration and loads, receive commands. Ends with a typed error."""
         outgoing = _Outgoing(messages, WORKER_MESSAGE.encode)
-        async for command in self._stream(self._stub.Join(outgoing.stream()), outgoing):
+        async for command in self._stream(self._stub.Join, outgoing.stream(), outgoing):
             yield from_pb(t.WorkerCommand, command)
 
     async def report_gateway(self, report: t.GatewayReport) -> t.ClusterView:
-        call = self._stub.ReportGateway(to_pb(report), timeout=CONTROL_TIMEOUT_S)
-        return from_pb(t.ClusterView, await self._call(call))
+        call = self._call(self._stub.ReportGateway, to_pb(report), timeout_s=CONTROL_TIMEOUT_S)
+        return from_pb(t.ClusterView, await call)
 
     async def status(self) -> t.ClusterStatus:
-        call = self._stub.Status(router_pb2.Empty(), timeout=CONTROL_TIMEOUT_S)
-        return from_pb(t.ClusterStatus, await self._call(call))
+        call = self._call(self._stub.Status, router_pb2.Empty(), timeout_s=CONTROL_TIMEOUT_S)
+        return from_pb(t.ClusterStatus, await call)
 
     async def drain(self, worker_id: str, reason: str) -> None:
         request = router_pb2.DrainRequest(worker_id=worker_id, reason=reason)
-        await self._call(self._stub.Drain(request, timeout=CONTROL_TIMEOUT_S))
+        await self._call(self._stub.Drain, request, timeout_s=CONTROL_TIMEOUT_S)
 
     async def scale(self, pools: tuple[t.PoolSize, ...]) -> tuple[t.PoolSize, ...]:
         request = router_pb2.ScaleRequest(pools=[to_pb(pool) for pool in pools])
-        reply = await self._call(self._stub.Scale(request, timeout=CONTROL_TIMEOUT_S))
+        reply = await self._call(self._stub.Scale, request, timeout_s=CONTROL_TIMEOUT_S)
         return tuple(from_pb(t.PoolSize, pool) for pool in reply.pools)
 
-    async def watch_pools(self) -> AsyncIterator[tuple[t.PoolSize, ...]]:
-        async for message in self._stream(self._stub.WatchPools(router_pb2.Empty())):
+    async def watch_pools(self) -> AsyncGenerator[tuple[t.PoolSize, ...], None]:
+        async for message in self._stream(self._stub.WatchPools, router_pb2.Empty()):
             yield tuple(from_pb(t.PoolSize, pool) for pool in message.pools)
 
     async def find_records(self, request_id: str = "", limit: int = 100) -> tuple[t.RequestRecord, ...]:
         request = router_pb2.RecordQuery(request_id=request_id, limit=limit)
-        reply = await self._call(self._stub.FindRecords(request, timeout=CONTROL_TIMEOUT_S))
+        reply = await self._call(self._stub.FindRecords, request, timeout_s=CONTROL_TIMEOUT_S)
         return tuple(from_pb(t.RequestRecord, record) for record in reply.records)
 
 
@@ -162,10 +187,10 @@ class PrefillClient(_Client):
 
     async def prefill(self, request: t.PrefillRequest) -> t.PrefillReply:
         """Cancelling this coroutine cancels the call, which aborts the attempt at P."""
-        call = self._stub.Prefill(to_pb(request), timeout=request.request.deadline_s)
         scores: list[Any] = []
         last = None
-        async with aclosing(self._stream(call)) as parts:
+        stream = self._stream(self._stub.Prefill, to_pb(request), timeout_s=request.request.deadline_s)
+        async with aclosing(stream) as parts:
             async for last in parts:
                 scores += last.prompt_logprobs
         if last is None:
@@ -174,8 +199,8 @@ class PrefillClient(_Client):
         return replace(reply, prompt_logprobs=tuple(from_pb(t.TokenLogprobs, one) for one in scores))
 
     async def abort(self, request: t.AbortRequest) -> t.AbortReply:
-        call = self._stub.AbortPrefill(to_pb(request), timeout=ABORT_TIMEOUT_S)
-        return from_pb(t.AbortReply, await self._call(call))
+        call = self._call(self._stub.AbortPrefill, to_pb(request), timeout_s=ABORT_TIMEOUT_S)
+        return from_pb(t.AbortReply, await call)
 
 
 class DecodeClient(_Client):
@@ -187,12 +212,12 @@ class DecodeClient(_Client):
         self._stub: Any = decode_pb2_grpc.DecodeStub(self._channel)
 
     async def admit(self, request: t.AdmitRequest) -> t.AdmitReply:
-        call = self._stub.Admit(to_pb(request), timeout=min(request.request.deadline_s, CONTROL_TIMEOUT_S))
-        return from_pb(t.AdmitReply, await self._call(call))
+        timeout_s = min(request.request.deadline_s, CONTROL_TIMEOUT_S)
+        return from_pb(t.AdmitReply, await self._call(self._stub.Admit, to_pb(request), timeout_s=timeout_s))
 
     async def abort(self, request: t.AbortRequest) -> t.AbortReply:
-        call = self._stub.AbortDecode(to_pb(request), timeout=ABORT_TIMEOUT_S)
-        return from_pb(t.AbortReply, await self._call(call))
+        call = self._call(self._stub.AbortDecode, to_pb(request), timeout_s=ABORT_TIMEOUT_S)
+        return from_pb(t.AbortReply, await call)
 
     async def outputs(self, gateway_id: GatewayId, gateway_incarnation: Incarnation) -> AsyncIterator[t.StepOutputs]:
         """The one multiplexed stream of this gateway. Its first message is empty: the stream is registered now,
@@ -202,7 +227,7 @@ class DecodeClient(_Client):
             gateway_incarnation=gateway_incarnation,
             worker_incarnation=self._worker.incarnation,
         )
-        async for message in self._stream(self._stub.Outputs(request)):
+        async for message in self._stream(self._stub.Outputs, request):
             yield from_pb(t.StepOutputs, message)
         raise StaleIncarnation(f"{self._worker.worker_id} ended the outputs stream", worker_id=self._worker.worker_id)
 
@@ -216,7 +241,7 @@ class HandoffClient(_Client):
 
     async def connect(self, messages: AsyncIterator[ToHolder]) -> AsyncIterator[ToReader]:
         outgoing = _Outgoing(messages, TO_HOLDER.encode)
-        async for reply in self._stream(self._stub.Connect(outgoing.stream()), outgoing):
+        async for reply in self._stream(self._stub.Connect, outgoing.stream(), outgoing):
             decoded = TO_READER.decode(reply)
             if decoded is not None:
                 yield decoded

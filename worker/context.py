@@ -1,7 +1,7 @@
 """What a role is given: the engine, the thread that runs it, the memory that transfers, and who we are."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,7 +22,7 @@ from worker.step_thread import StepThread
 
 @dataclass(slots=True, kw_only=True)
 class WorkerContext:
-    """One worker, composed. ``is_draining`` is the only field that changes."""
+    """One worker, composed. ``is_draining`` is the only field that changes once it is."""
 
     config: ClusterConfig
     model: ModelConfigSection
@@ -36,6 +36,8 @@ class WorkerContext:
     engine: Engine
     steps: StepThread
     digester: Digester
+    on_broken: Callable[[BaseException], None]
+    """Called when something that the worker cannot do without has failed: it ends, and is restarted."""
     is_draining: bool = False
 
     @property
@@ -114,10 +116,3 @@ class Tombstones:
     def __contains__(self, key: tuple[RequestId, int]) -> bool:
         now = self._clock.now()
         return any(self._until.get((key[0], attempt), 0.0) > now for attempt in (key[1], 0))
-
-
-async def gather_quietly(tasks: Iterable[asyncio.Task[object]]) -> None:
-    """Wait for tasks whose outcome was taken elsewhere."""
-    tasks = list(tasks)
-    if tasks:
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -3,7 +3,7 @@
 ::
 
     STARTING --engine loaded, ports bound--> READY --SIGTERM | drain command--> DRAINING --idle | drain_s--> ended
-                                               `--step or transfer thread died--> ended (exit code 1: be restarted)
+                                               `--a thread or the membership died--> ended (exit code 1: be restarted)
 """
 
 import asyncio
@@ -22,6 +22,7 @@ from core.failpoints import Failpoints
 from core.handoff import LinkInfo, PeerInfo
 from core.ids import WorkerId, new_incarnation
 from core.probes import ProbeServer
+from core.tasks import TaskScope
 from core.telemetry import Telemetry, setup_telemetry
 from core.types import (
     CommandKind,
@@ -53,6 +54,11 @@ from worker.step_thread import StepThread
 log = logging.getLogger(__name__)
 
 _IDLE_POLL_S = 0.05
+_HUNG_STEP_S = 60.0
+"""The worker is not ready while a step takes longer ..."""
+_DEAD_STEP_S = 300.0
+"""... and ends when it takes this long."""
+_WATCH_S = 1.0
 _STOP_GRACE_S = 1.0
 
 
@@ -108,6 +114,7 @@ class Worker:
             engine=engine,
             steps=self.steps,
             digester=Digester.at_address(transfer.digest, engine.geometry, engine.kv_region.address),
+            on_broken=lambda error: self._die(),
         )
         self._memory = self._join_memory(backend)
         self.role = make_role(self.context, self._memory)
@@ -116,7 +123,7 @@ class Worker:
         self._probes = ProbeServer(ready=self._why_not_ready, metrics=self._render_metrics)
         self._membership: Membership | None = None
         self._router: RouterClient | None = None
-        self._joining: asyncio.Task[None] | None = None
+        self._scope = TaskScope("worker", on_failure=lambda error: self._die())
         self.state = WorkerState.STARTING
         self.address = ""
         self.http_address = ""
@@ -157,6 +164,7 @@ class Worker:
                 name="baton-transfers",
                 stall_s=transfer.stall_s,
                 handshake_s=transfer.handshake_s,
+                on_death=lambda: self._loop.call_soon_threadsafe(self._die),
             ),
         )
 
@@ -182,7 +190,8 @@ class Worker:
             on_command=self._on_command,
             heartbeat_s=context.config.router.heartbeat_s,
         )
-        self._joining = asyncio.create_task(self._membership.run(), name="membership")
+        self._scope.spawn(self._membership.run(), name="membership")
+        self._scope.spawn(self._watch_steps(), name="watch-steps")
         log.info("worker ready", extra={"worker_id": context.worker_id, "address": address, "http": http_address})
 
     async def run_until_stopped(self) -> int:
@@ -198,14 +207,19 @@ class Worker:
         self.context.is_draining = True
         await self.role.stop()
         await self._server.stop(_STOP_GRACE_S)
-        if self._joining is not None:
-            self._joining.cancel()
-            await asyncio.gather(self._joining, return_exceptions=True)
+        await self._scope.close()
         if self._router is not None:
             await self._router.close()
         await self._probes.stop()
         await asyncio.to_thread(self._memory.transfers.stop, 2.0)
         await asyncio.to_thread(self.steps.stop)
+
+    async def _watch_steps(self) -> None:
+        """A device that hangs answers no call; nothing but a new process helps, and nobody should wait until then."""
+        while self.steps.step_age_s() < _DEAD_STEP_S:
+            await asyncio.sleep(_WATCH_S)
+        log.critical("a step hangs", extra={"worker_id": self.context.worker_id, "seconds": _DEAD_STEP_S})
+        self._die()
 
     def _begin_drain(self, reason: str) -> None:
         if self.state is WorkerState.DRAINING:
@@ -215,7 +229,7 @@ class Worker:
         self.context.is_draining = True
         if self._membership is not None:
             self._membership.report_now()
-        self._drain_task = asyncio.create_task(self._drain(), name="drain")
+        self._scope.spawn(self._drain(), name="drain")
 
     async def _drain(self) -> None:
         """Refuse new work, finish what runs (leases included) up to ``drain_s``."""
@@ -244,7 +258,8 @@ class Worker:
         self._loop.call_soon_threadsafe(self._die)
 
     def _die(self) -> None:
-        """The engine is lost: be restarted. Peers and gateways see the broken streams at once."""
+        """The engine, the transfers or the membership is lost: be restarted. Peers and gateways see the broken streams
+        at once."""
         self.exit_code = 1
         self._stopped.set()
 
@@ -295,6 +310,8 @@ class Worker:
             return str(self.state)
         if not self.steps.is_alive:
             return "the step thread is dead"
+        if self.steps.step_age_s() > _HUNG_STEP_S:
+            return f"a step has been running for more than {_HUNG_STEP_S:.0f} s"
         if not self._memory.transfers.is_alive:
             return "the transfer thread is dead"
         if self._membership is None or not self._membership.is_joined:

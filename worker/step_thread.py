@@ -15,16 +15,21 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from core.errors import WorkerLost
 from core.failpoints import Failpoints
 from engine.engine import Engine, StepResult
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+_STARVED_S = 0.005
+"""Pause after a step that could run nothing: what its sequences wait for (blocks under transfer, promised to others)
+comes back on other threads, without a word to this one."""
+
 
 class StepThread:
-    """``on_step`` (result, start and end by ``time.monotonic``) and ``on_death`` are called on this thread; they must
-    only hand the result on."""
+    """``on_step`` (result, start and end by ``time.monotonic``; not of steps that did nothing) and ``on_death`` are
+    called on this thread; they must only hand the result on."""
 
     def __init__(
         self,
@@ -48,14 +53,13 @@ class StepThread:
         self._thread = threading.Thread(target=self._run, name="baton-steps", daemon=True)
         self.busy_s = 0.0
         """Seconds spent in steps."""
-        self.step_started_at: float | None = None
-        """``time.monotonic`` of the running step: a probe sees a hung device by it."""
+        self._step_started_at: float | None = None
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self, timeout_s: float = 10.0) -> bool:
-        """Finish the running step, then end. Commands that were not run are cancelled. False when the step hangs."""
+        """Finish the running step, then end. Commands that were not run fail. False when the step hangs."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -63,11 +67,12 @@ class StepThread:
         return not self._thread.is_alive()
 
     def submit(self, command: Callable[[Engine], T]) -> Future[T]:
-        """Run ``command(engine)`` between two steps. Its exception is the future's, and harms nobody else."""
+        """Run ``command(engine)`` between two steps. Its exception is the future's, and harms nobody else; WorkerLost
+        when the thread has ended."""
         future: Future[T] = Future()
         with self._wake:
             if self._stopping or self._dead is not None:
-                future.cancel()
+                future.set_exception(_ended())
                 return future
             self._commands.append((command, future))
             self._wake.notify()
@@ -76,6 +81,11 @@ class StepThread:
     async def call(self, command: Callable[[Engine], T]) -> T:
         """:meth:`submit`, awaited. The command runs even if the caller is cancelled."""
         return await asyncio.shield(asyncio.wrap_future(self.submit(command)))
+
+    def step_age_s(self) -> float:
+        """How long the running step has been running; 0 between steps. A hung device is seen by it."""
+        started_at = self._step_started_at
+        return 0.0 if started_at is None else time.monotonic() - started_at
 
     @property
     def is_alive(self) -> bool:
@@ -97,7 +107,8 @@ class StepThread:
                 commands = list(self._commands)
                 self._commands.clear()
             for _, future in commands:
-                future.cancel()
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(_ended())
 
     def _turn(self) -> bool:
         """Commands, then one step. False when the thread is to end."""
@@ -117,10 +128,22 @@ class StepThread:
                 future.set_exception(error)
         if self._engine.has_work:
             self._failpoints.hit("worker.step")
-            self.step_started_at = started = time.monotonic()
+            self._step_started_at = started = time.monotonic()
             result = self._engine.step()
             ended = time.monotonic()
             self.busy_s += ended - started
-            self.step_started_at = None
-            self._on_step(result, started, ended)
+            self._step_started_at = None
+            if result.outputs or result.num_tokens or result.num_preempted:
+                self._on_step(result, started, ended)
+            else:
+                self._wait_starved()
         return True
+
+    def _wait_starved(self) -> None:
+        with self._wake:
+            if not (self._stopping or self._commands):
+                self._wake.wait(_STARVED_S)
+
+
+def _ended() -> WorkerLost:
+    return WorkerLost("the engine of this worker has stopped")

@@ -4,7 +4,8 @@ What NIXL 1.5 really does, and what follows (measured):
 
 - A dead peer is reported by an *exception*, and only in error mode ``peer``, which needs ``tcp`` among UCX's
   transports (``UCX_TLS``, if it is set at all). Every exception of an operation is its terminal state here.
-- Operations only progress on a target whose progress thread runs, so it runs on both sides.
+- Operations only progress on a target whose progress thread runs, so it runs on both sides. By default it spins; here
+  it rests.
 - ``check_remote_metadata`` is no liveness test; a hung peer is never reported: the transfer thread has its own
   deadline.
 - A new process under an old agent name is refused, so the name contains the incarnation.
@@ -18,7 +19,8 @@ that goes to our logging instead. Environment read by the libraries at import: s
 import importlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +34,8 @@ from kvtransfer.layout import Region, region_of, unit_of
 
 log = logging.getLogger(__name__)
 
+PROGRESS_DELAY_US = 1000
+"""The longest that a target without events waits before it looks for work of its peers."""
 _WHEELS = ("nixl_cu12", "nixl_cu13", "nixl")
 
 
@@ -55,6 +59,7 @@ class NixlBackend:
 
     def __init__(self) -> None:
         self._api, bindings = _load()
+        self._bindings = bindings
         self._errors: tuple[type[Exception], ...] = (*_exceptions(bindings), RuntimeError)
         self._disconnected: type[Exception] = bindings.nixlRemoteDisconnectError
         self._agent: Any = None
@@ -66,7 +71,8 @@ class NixlBackend:
         assert self._agent is None, "the backend is open"
         config = self._api.nixl_agent_config(enable_prog_thread=True, backends=[])
         try:
-            agent = self._api.nixl_agent(identity.agent_name, config)
+            with _resting_progress_thread(self._bindings):
+                agent = self._api.nixl_agent(identity.agent_name, config)
             agent.create_backend("UCX", {"ucx_error_handling_mode": "peer"})
             for region in regions:
                 agent.register_memory([(*_location(region.memory), "")], _memory_kind(region.memory.device))
@@ -282,6 +288,26 @@ def _load() -> tuple[Any, Any]:
     raise ConfigError(
         "transfer.backend: nixl is not installed; `pip install nixl-cu12` (or nixl-cu13), or choose another backend"
     )
+
+
+@contextmanager
+def _resting_progress_thread(bindings: Any) -> Iterator[None]:
+    """Agents made meanwhile have a progress thread that sleeps in ``poll`` until there is work, or for the delay.
+
+    The wheel's Python side fixes that delay at 0, and the thread spins: measured, a third of a busy core and all of a
+    free one in every worker, idle or not, taken from the model's steps. The native configuration has the field; only
+    the assignment of 0 is in the way, so that one is replaced.
+    """
+    native = bindings.nixlAgentConfig
+
+    def assign(config: Any, name: str, value: Any) -> None:
+        native.__setattr__(config, name, PROGRESS_DELAY_US if name == "pthrDelay" else value)
+
+    bindings.nixlAgentConfig = type("AgentConfig", (native,), {"__setattr__": assign})
+    try:
+        yield
+    finally:
+        bindings.nixlAgentConfig = native
 
 
 def _tame_logging() -> None:

@@ -147,6 +147,7 @@ async def test_a_stop_takes_the_children_of_the_component_too(watched: Watched) 
     ready = await watched.event("parent", ComponentState.READY)
     (child,) = psutil.Process(ready.pid).children()
     await watched.launcher.stop("parent")
+    psutil.wait_procs([child], timeout=2)  # the signal was sent before stop returned; dying takes a moment
     assert is_gone(child)
 
 

@@ -1,4 +1,4 @@
-"""No worker is left and none comes back in time: one typed error, within the request's deadline, and nothing stays behind."""
+"""No worker is left and none comes back in time: one typed error, within the deadline, and nothing stays behind."""
 
 import time
 from pathlib import Path

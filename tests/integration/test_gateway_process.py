@@ -33,7 +33,7 @@ class Handlers:
         self.cluster = cluster
         self.address = ""
         self.gone = asyncio.Event()
-        self._prefill = ScriptedPrefill(cluster)
+        self._prefill = ScriptedPrefill(cluster, incarnation=Incarnation(9))
         self._decode: ScriptedDecode | None = None
 
     async def place(self, request: t.PlaceRequest) -> t.Placement:

@@ -73,6 +73,8 @@ class ScriptedCluster:
         self.reports: list[t.GatewayReport] = []
         self.usable: tuple[tuple[str, bool, str], ...] = (("m", True, ""),)
         self.incarnations = {f"decode-{index}": index + 1 for index in range(script.num_decodes)}
+        self.prefill_incarnation = 9
+        self.closed_prefills: list[int] = []
         self.streams: dict[tuple[str, int], asyncio.Queue[t.StepOutputs | ServingError]] = {}
         self.tasks: set[asyncio.Task[None]] = set()
         self.prefilled: dict[tuple[RequestId, int], asyncio.Event] = {}
@@ -118,7 +120,9 @@ class ScriptedCluster:
             handoff_id=HandoffId(f"{request.request_id}-{request.attempt}"),
             mode=self.script.mode,
             decode=t.WorkerAddress(worker_id=WorkerId(name), incarnation=Incarnation(incarnation), address="d:1"),
-            prefill=t.WorkerAddress(worker_id=WorkerId("prefill-0"), incarnation=Incarnation(9), address="p:1")
+            prefill=t.WorkerAddress(
+                worker_id=WorkerId("prefill-0"), incarnation=Incarnation(self.prefill_incarnation), address="p:1"
+            )
             if is_split
             else None,
         )
@@ -139,7 +143,7 @@ class ScriptedCluster:
     # -- the client factory -------------------------------------------------------------------------------------------
 
     def prefill(self, worker: t.WorkerAddress) -> ScriptedPrefill:
-        return ScriptedPrefill(self)
+        return ScriptedPrefill(self, worker.incarnation)
 
     def decode(self, worker: t.WorkerAddress) -> ScriptedDecode:
         return ScriptedDecode(self, worker)
@@ -201,8 +205,9 @@ class ScriptedCluster:
 
 
 class ScriptedPrefill:
-    def __init__(self, cluster: ScriptedCluster) -> None:
+    def __init__(self, cluster: ScriptedCluster, incarnation: int) -> None:
         self._cluster = cluster
+        self._incarnation = incarnation
 
     async def prefill(self, request: t.PrefillRequest) -> t.PrefillReply:
         cluster, attempt = self._cluster, request.request.attempt
@@ -223,7 +228,7 @@ class ScriptedPrefill:
         return t.AbortReply(found=True)
 
     async def close(self) -> None:
-        pass
+        self._cluster.closed_prefills.append(self._incarnation)
 
 
 class ScriptedDecode:

@@ -1,7 +1,7 @@
 """One worker's end of a transfer, for tests: memory, slots, scratch, an open backend, and how peers see it."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,7 +131,14 @@ class Side:
             handshake_s=handshake_s,
         )
 
-    def thread(self, *, clock: Clock | None = None, stall_s: float = 10.0, handshake_s: float = 5.0) -> TransferThread:
+    def thread(
+        self,
+        *,
+        clock: Clock | None = None,
+        stall_s: float = 10.0,
+        handshake_s: float = 5.0,
+        on_death: Callable[[], None] | None = None,
+    ) -> TransferThread:
         return TransferThread(
             self.backend,
             geometry=self.geometry,
@@ -141,6 +148,7 @@ class Side:
             name=f"transfer-{self.identity.worker_id}",
             stall_s=stall_s,
             handshake_s=handshake_s,
+            on_death=on_death,
         )
 
 

@@ -67,8 +67,15 @@ def test_a_worker_asks_for_its_pools_resources_and_the_others_for_none() -> None
 
 
 def test_every_component_is_given_the_effective_configuration() -> None:
-    config = parse_config({"router": {"listen": "127.0.0.1:7777"}})
+    config = parse_config({"router": {"listen": "127.0.0.1:7777"}, "gateway": {"limits": {"drain_s": 1}}})
     for spec in (router_spec(config), gateway_spec(config), worker_spec(config, config.models[0], Role.DECODE, 0)):
         text = spec.argv[spec.argv.index("--config-json") + 1]
         assert ClusterConfig.model_validate_json(text) == config
     assert worker_spec(config, config.models[0], Role.DECODE, 0).kind is ComponentKind.WORKER
+
+
+def test_a_gateway_ends_its_drain_before_it_would_be_killed() -> None:
+    config = parse_config({"gateway": {"limits": {"drain_s": 100}}})
+    spec = gateway_spec(config)
+    given = ClusterConfig.model_validate_json(spec.argv[spec.argv.index("--config-json") + 1])
+    assert given.gateway.limits.drain_s < spec.grace_s < config.launcher.stop_s

@@ -10,7 +10,7 @@ import pytest
 
 import gateway.token_streams
 from core import types as t
-from core.clock import MonotonicClock
+from core.clock import ManualClock, MonotonicClock
 from core.errors import (
     DeadlineExceeded,
     InternalError,
@@ -224,6 +224,18 @@ async def test_refusals_for_room_are_borne_for_a_bounded_time() -> None:
             await r.text(r.run())
 
 
+def test_the_patience_with_refusals_begins_anew_once_a_token_came() -> None:
+    clock = ManualClock()
+    request = Rig(Script(steps=STEPS)).run().request
+    run = Run(request, ChoiceText(tiny_tokenizer(), TextRules()), StageClock(clock))
+    assert run.refused_for_s() == 0
+    clock.advance(50)
+    assert run.refused_for_s() == 50
+    run.take(t.TokenChunk(request_id=request.request_id, choice=0, attempt=2, first_index=0, token_ids=(STEPS[0][0],)))
+    clock.advance(50)
+    assert run.refused_for_s() == 0
+
+
 @pytest.mark.parametrize(
     ("fault", "error"),
     [
@@ -362,3 +374,27 @@ async def test_a_call_that_times_out_before_the_deadline_is_retried() -> None:
     async with rig(Script(steps=STEPS, faults=faults, num_decodes=2)) as r:
         assert await r.text(r.run()) == TEXT
         assert r.num_attempts == 2
+
+
+async def test_the_abort_of_an_old_attempt_leaves_the_restarted_prefill_workers_client_alone() -> None:
+    async with rig(Script(steps=STEPS)) as r:
+        r.cluster.hold("token-2")
+        async with aclosing(r.pipeline.generate(r.run())) as old:
+            await anext(old)
+            r.cluster.prefill_incarnation = 10
+            async with aclosing(r.pipeline.generate(r.run())) as new:
+                await anext(new)
+                await old.aclose()  # its client left: both legs are aborted
+                await r.peers.drain(1.0)
+                assert ("prefill", 1, "cancelled") in r.cluster.aborts
+                assert 10 not in r.cluster.closed_prefills
+                r.cluster.release("token-2")
+                assert "".join([delta.text async for delta in new]) == TEXT[1:]
+
+
+async def test_a_call_that_breaks_in_an_unforeseen_way_is_an_error_and_not_a_wait() -> None:
+    broken = Fault(on_prefill=KeyError("a field of a newer peer"))  # type: ignore[arg-type]
+    async with rig(Script(steps=STEPS, faults={1: broken})) as r:
+        run = r.run()
+        assert await r.text(run) == TEXT
+        assert run.num_failed == 1

@@ -70,3 +70,15 @@ def test_a_dead_link_is_not_found_and_can_be_taken_down_to_connect_again() -> No
     again = link(1)
     peers.add(again)
     assert peers.find(again.peer) is again
+
+
+def test_a_discarded_link_that_proves_itself_after_all_is_not_swept_away() -> None:
+    peers = Peers()
+    slow = link(1)
+    slow.num_pending = 1
+    peers.discard(slow)
+    peers.add(slow)
+    slow.num_pending = 0
+    gone: list[Link] = []
+    peers.sweep(gone.append)
+    assert gone == [] and peers.is_usable(slow)

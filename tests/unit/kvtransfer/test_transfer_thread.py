@@ -23,7 +23,8 @@ class Running:
         self.d = Side(self.fabric.backend(), "D")
         self.p.fill(1)
         _, self.grant = self.p.seal("h", [3, 4])
-        self.thread: TransferThread = self.d.thread()
+        self.died = threading.Event()
+        self.thread: TransferThread = self.d.thread(on_death=self.died.set)
         self.thread.start()
         self.link = self.thread.connect(self.p.peer).result(5)
 
@@ -46,6 +47,7 @@ async def test_a_fetch_is_awaited_from_an_event_loop() -> None:
     assert result.outcome is HandoffOutcome.OK
     assert result.times.total_s >= result.times.queue_s + result.times.wire_s
     assert await asyncio.to_thread(running.thread.stop, 1.0)
+    assert not running.died.is_set()
 
 
 async def test_a_cancelled_waiter_does_not_disturb_the_fetch() -> None:
@@ -135,6 +137,7 @@ def test_a_thread_that_dies_of_a_bug_leaves_nobody_waiting() -> None:
     transfer = running.thread.fetch(running.link, running.request(1))
     assert transfer.result.result(5).outcome is HandoffOutcome.BACKEND_FAILED
     transfer.quiet.result(5)
+    assert running.died.wait(5), "its worker is told"
     assert running.thread.stop(1.0) is False and not running.thread.is_alive
 
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from core.clock import ManualClock
-from core.errors import ContextTooLong, NoWorker, QueueFull
+from core.errors import ContextTooLong, ModelNotFound, NoWorker, QueueFull, ServingError
 from core.ids import HandoffId, Incarnation, PlacementId, WorkerId
 from core.types import Mode, Placement, PlaceRequest, WorkerAddress
 from router.policy import Lack, Shortfall
@@ -19,11 +19,14 @@ class Fleet:
 
     def __init__(self) -> None:
         self.lack: Shortfall | None = Shortfall(lack=Lack.NO_DECODE, message="no decode worker")
+        self.error: ServingError | None = None
         self.placed: list[PlaceRequest] = []
         self.released: list[Placement] = []
         self.num_paths: int | None = None
 
     def place_now(self, request: PlaceRequest) -> Placement | Shortfall:
+        if self.error is not None:
+            raise self.error
         if self.lack is not None:
             return self.lack
         if (WorkerId("d0"), Incarnation(1)) in request.excluded_workers:
@@ -112,6 +115,15 @@ async def test_the_refusal_comes_before_the_requests_own_deadline(scene: Scene) 
     scene.room.tick()
     with pytest.raises(NoWorker):
         await task
+
+
+async def test_a_model_that_nobody_knows_any_more_ends_the_wait_and_nothing_else(scene: Scene) -> None:
+    tasks = [await scene.enter(make_request(name)) for name in ("r1", "r2")]
+    scene.fleet.error = ModelNotFound("its last worker has gone")
+    scene.room.wake()
+    for task in tasks:
+        with pytest.raises(ModelNotFound):
+            await task
 
 
 async def test_the_room_is_bounded(scene: Scene) -> None:
