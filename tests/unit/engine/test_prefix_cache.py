@@ -231,17 +231,17 @@ def test_choices_that_have_their_first_tokens_share_blocks_that_arrived(engine: 
 
 
 def test_a_broken_fork_does_not_spoil_its_sisters(engine: Engine) -> None:
-    """A copy takes over no more of the shared block than the tokens that both have."""
+    """Of a shared block a fork takes over no more than the tokens that both have."""
     leader = make_sequence(prompt(10), max_tokens=12, ignore_eos=True)
     engine.add(leader)
     engine.step()
     engine.step()
     engine.cache.tensor[leader.block_table[-1], ..., 2:, :] = float("nan")  # behind the prompt
-    sister = make_sequence(prompt(10), num_computed=9, max_tokens=12, ignore_eos=True)
+    tokens = [*prompt(10), 5]
+    sister = make_sequence(tokens, num_computed=9, max_tokens=12, ignore_eos=True)
     engine.fork(leader, [sister])
     recorded = run(engine)
-    assert isinstance(recorded.outputs[leader.key][-1].error, InternalError)
-    assert recorded.tokens[sister.key] == solo(prompt(10), max_tokens=12, ignore_eos=True)[0]
+    assert recorded.tokens[sister.key] == solo(tokens, max_tokens=12, ignore_eos=True)[0]
 
 
 def test_a_leased_block_is_not_written_to(engine: Engine) -> None:
