@@ -156,6 +156,8 @@ class Generation:
             model=job.model.name,
             prompt_token_ids=job.prompt_token_ids,
             sampling=job.sampling,
+            priority=job.priority,
+            cache_salt=job.cache_salt,
             gateway_id=self._gateway_id,
             gateway_incarnation=self._incarnation,
             deadline_s=self._limits.request_timeout_s,

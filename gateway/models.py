@@ -24,6 +24,8 @@ class ServedModel:
     max_context: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    has_priorities: bool = False
+    """Its pools serve the lowest ``priority`` first."""
     created: int
     """Unix time of this gateway's start, for the model list."""
 
@@ -40,6 +42,7 @@ class ServedModel:
             max_context=own if section.max_context == "auto" else min(own, section.max_context),
             vocab_size=files.config.vocab_size,
             eos_token_ids=files.config.eos_token_ids,
+            has_priorities=any(pool.policy == "priority" for pool in section.pools.values()),
             created=int(time.time()),
         )
 

@@ -37,6 +37,8 @@ class Job:
     continuous_usage: bool
     return_token_ids: bool
     num_logprobs: int | None
+    priority: int = 0
+    cache_salt: str = ""
     echo: str = ""
     """Text that precedes the answer (completions with `echo`)."""
     is_echo_only: bool = False
@@ -204,6 +206,12 @@ def _job(
         raise InvalidRequest("only 'n': 1 is supported yet", param="n", code="unsupported_parameter")
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("'stream_options' needs 'stream': true", param="stream_options", code="invalid_value")
+    if body.priority and not model.has_priorities:
+        raise InvalidRequest(
+            "'priority' has no effect here: the model's pools serve in order of arrival (policy fcfs)",
+            param="priority",
+            code="unsupported_parameter",
+        )
     max_tokens = _max_tokens(model, len(prompt), prompt_param, asked_tokens, tokens_param)
     if body.min_tokens > max_tokens:
         raise InvalidRequest("'min_tokens' is above the token limit", param="min_tokens", code="invalid_value")
@@ -233,6 +241,8 @@ def _job(
         continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
         return_token_ids=body.return_token_ids,
         num_logprobs=None,
+        priority=body.priority,
+        cache_salt=body.cache_salt or "",
     )
 
 

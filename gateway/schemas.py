@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 
 from core.errors import InvalidRequest
 
+INT32 = 2**31 - 1
 INT64 = 2**63 - 1
 MAX_MESSAGES = 4096
 MAX_STOP_CHARS = 1000
@@ -22,7 +23,6 @@ MAX_ERROR_CHARS = 500
 _GENERATION_NOT_BUILT: Mapping[str, tuple[object, ...]] = {
     "length_penalty": (1,),
     "logprob_token_ids": ([],),
-    "priority": (0,),
     "repetition_detection": (),
     "return_tokens_as_token_ids": (False,),
     "stream_interval": (1,),
@@ -142,6 +142,10 @@ class GenerationBody(Body):
     stop_token_ids: list[int] = Field(default_factory=list)
     min_tokens: int = Field(default=0, ge=0, le=INT64)
     ignore_eos: bool = False
+    priority: int = Field(default=0, ge=-INT32 - 1, le=INT32)
+    """Lower is served first."""
+    cache_salt: Annotated[str, Field(pattern=r"^[^@/\\\x00]{1,128}$")] | None = None
+    """Requests with another salt share no cached blocks with this one."""
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     stream: bool = False

@@ -87,14 +87,15 @@ def assert_same_bits(first: list[Tensor], second: list[Tensor]) -> None:
         assert torch.equal(mine, theirs), f"scores of token {index} differ by {(mine - theirs).abs().max():.2e}"
 
 
-def teacher_forced(engine: Engine, tokens: list[int]) -> Tensor:
-    """The engine's scores of every position."""
+def teacher_forced(engine: Engine, tokens: list[int], *, last: int = 0) -> Tensor:
+    """The engine's scores of every position, or of so many `last` ones (a multiple of 4)."""
     blocks = engine.pool.allocate(engine.geometry.blocks_for(len(tokens)))
     sequence = make_sequence(tokens, block_table=blocks)
     chunk = Chunk(sequence=sequence, start=0, num_tokens=len(tokens))
     model = engine.model
     with torch.inference_mode():
         batch = build_batch([chunk], engine.cache, num_heads=model.config.num_heads, row_multiple=model.row_multiple)
-        scores = model.logits(model.forward(batch.tokens_T, batch.positions_T, batch.plan))[: len(tokens)]
+        hidden = model.forward(batch.tokens_T, batch.positions_T, batch.plan)
+        scores = model.logits(hidden[len(tokens) - last : len(tokens)] if last else hidden)[: len(tokens)]
     engine.pool.free(blocks)
     return scores

@@ -33,9 +33,9 @@ class HfReference:
         self._model = model.eval()
 
     @torch.inference_mode()
-    def logits(self, tokens: Sequence[int]) -> Tensor:
-        """Teacher-forced scores of every position, `[len(tokens), vocabulary]`."""
-        result: Tensor = self._model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
+    def logits(self, tokens: Sequence[int], *, last: int = 0) -> Tensor:
+        """Teacher-forced scores of every position, `[len(tokens), vocabulary]`, or of so many `last` ones."""
+        result: Tensor = self._model(torch.tensor([list(tokens)]), use_cache=False, logits_to_keep=last).logits[0]
         return result
 
     def exact_logits(self, tokens: Sequence[int]) -> Tensor:
@@ -58,7 +58,7 @@ class HfReference:
         unless it is a near tie of the reference. `teacher_forced` gives the engine's scores of every position of some
         tokens; with it, the scores that the diverging choice was made from are compared too.
         """
-        rows = self.logits([*prompt, *answer])[len(prompt) - 1 : -1]
+        rows = self.logits([*prompt, *answer], last=len(answer) + 1)[:-1]
         chosen = rows.argmax(-1).tolist()
         if chosen == list(answer):
             return None

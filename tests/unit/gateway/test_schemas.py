@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from core.config import LimitsConfig
 from core.errors import InvalidRequest
+from gateway.parse import completion_job
 from gateway.schemas import ChatBody, CompletionBody, TokenizeBody, parse_body
-from tests.unit.gateway.conftest import OpenSite
+from tests.unit.gateway.conftest import OpenSite, served_model
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -64,6 +67,8 @@ def test_what_is_no_json_object_is_refused(raw: bytes) -> None:
         ("messages", [[], {}, "hi", ["hi"], None]),
         ("chat_template_kwargs", [[], "x"]),
         ("ignore_eos", [1, "no"]),
+        ("priority", [True, "1", 0.5, 2**31]),
+        ("cache_salt", ["", 5, "a@b", "a/b", "a\\b", "a\0b", "x" * 129]),
     ],
 )
 def test_a_wrong_value_is_refused_by_its_name(member: str, values: list[object]) -> None:
@@ -81,7 +86,6 @@ def test_a_wrong_value_is_refused_by_its_name(member: str, values: list[object])
         ("tool_choice", "required", "auto"),
         ("audio", {}, None),
         ("functions", [{}], []),
-        ("priority", 1, 0),
         ("store", True, False),
         ("chat_template", "x", None),
     ],
@@ -233,6 +237,24 @@ async def test_sampling_options_reach_the_workers_as_given(open_site: OpenSite) 
     assert len(sampling.bad_words) == 2
     plain = {name: value for name, value in options.items() if name not in ("logit_bias", "allowed_token_ids")}
     assert {name: getattr(sampling, name) for name in plain} == plain
+
+
+@pytest.mark.parametrize("has_priorities", [True, False])
+def test_a_priority_is_taken_where_it_counts_and_refused_elsewhere(has_priorities: bool) -> None:
+    model = replace(served_model(), has_priorities=has_priorities)
+    bodies = [parse_body(CompletionBody, chat(prompt="hi", priority=priority)) for priority in (0, -3)]
+    assert completion_job(bodies[0], model, LimitsConfig()).priority == 0
+    if has_priorities:
+        assert completion_job(bodies[1], model, LimitsConfig()).priority == -3
+    else:
+        with pytest.raises(InvalidRequest, match="fcfs"):
+            completion_job(bodies[1], model, LimitsConfig())
+
+
+async def test_a_salt_reaches_the_workers(open_site: OpenSite) -> None:
+    async with open_site() as site:
+        await site.client.post("/v1/completions", {"model": "m", "prompt": "hi", "cache_salt": "mine"})
+        assert site.cluster.requests[0].cache_salt == "mine"
 
 
 @pytest.mark.parametrize(("given", "used"), [(0, 0.0), (1e-6, 0.0), (0.01, 0.01), (None, 1.0)])
