@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from engine.kv_cache import KVCache
-from engine.model.attention import AttentionPlan, Span
+from engine.model.attention import AttentionPlan
+from engine.model.keys import Span
 from engine.model.linear import round_up
+from engine.model.mirror import KVMirror
 from engine.scheduler import Chunk
 
 
@@ -25,7 +27,9 @@ class StepBatch:
     num_tokens: int
 
 
-def build_batch(chunks: Sequence[Chunk], cache: KVCache, *, num_heads: int, row_multiple: int) -> StepBatch:
+def build_batch(
+    chunks: Sequence[Chunk], cache: KVCache, *, num_heads: int, row_multiple: int, mirror: KVMirror | None = None
+) -> StepBatch:
     """Lay out the chunks and prepare their blocks: one that a chunk begins and does not fill is cleared."""
     tokens: list[int] = []
     positions: list[int] = []
@@ -37,7 +41,9 @@ def build_batch(chunks: Sequence[Chunk], cache: KVCache, *, num_heads: int, row_
         sequence = chunk.sequence
         tokens += sequence.tokens[chunk.start : chunk.end]
         positions += range(chunk.start, chunk.end)
-        spans.append(Span(block_table=sequence.block_table, start=chunk.start, num_tokens=chunk.num_tokens))
+        spans.append(
+            Span(block_table=sequence.block_table, start=chunk.start, num_tokens=chunk.num_tokens, owner=sequence)
+        )
         last_block = chunk.end // block_size
         if chunk.end % block_size and last_block * block_size >= chunk.start:
             cache.clear([sequence.block_table[last_block]])
@@ -50,7 +56,7 @@ def build_batch(chunks: Sequence[Chunk], cache: KVCache, *, num_heads: int, row_
     return StepBatch(
         tokens_T=torch.tensor(tokens + padding),
         positions_T=torch.tensor(positions + padding),
-        plan=AttentionPlan(cache, spans, num_heads),
+        plan=AttentionPlan(cache, spans, num_heads, mirror),
         sampled=tuple(sampled),
         sampled_rows_R=torch.tensor(sampled_rows, dtype=torch.long),
         num_tokens=num_tokens,

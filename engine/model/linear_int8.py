@@ -21,7 +21,7 @@ LEVELS = 127
 ZERO_POINT = 128
 """Inputs are unsigned in the kernel: -127..127 becomes 1..255."""
 TINIEST = 1e-30
-"""A row of zeros is divided by this."""
+"""The least scale of a weight row."""
 
 Product = Callable[[Tensor], Tensor]
 """From rows within -1..1, ``[rows, in]``, to ``[rows, out]`` in float32."""
@@ -81,6 +81,8 @@ def _onednn_product(integers: Tensor, scale: Tensor) -> Product:
 
 
 class Int8Linear:
+    """A row of zeros becomes NaN before the kernel, some finite integers in it, and zeros again by its scale: zero."""
+
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._product = make_product(weight)
         self._bias = bias
@@ -99,15 +101,15 @@ class Int8Linear:
 
 class Int8NormedLinear:
     def __init__(self, gain: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> None:
-        self._product = make_product(weight * gain)
+        self._product = make_product(weight * (gain * len(gain) ** 0.5))
         self._bias = bias
-        self._size = len(gain)
-        self._eps = torch.tensor(eps)
+        # max / sqrt(mean(x^2) + eps) = max sqrt(size) / hypot(norm(x), sqrt(size eps)); sqrt(size) is in the weight.
+        self._least = torch.tensor((len(gain) * eps) ** 0.5)
 
     def __call__(self, x: Tensor) -> Tensor:
-        peak, norm = _peak(x), torch.linalg.vector_norm(x, 2, -1, keepdim=True)
+        peak = _peak(x)
         y = self._product(x / peak)
-        peak /= torch.addcmul(self._eps, norm, norm, value=1.0 / self._size).sqrt_()
+        peak /= torch.hypot(torch.linalg.vector_norm(x, 2, -1, keepdim=True), self._least)
         return y.mul_(peak) if self._bias is None else torch.addcmul(self._bias, y, peak)
 
 
@@ -123,4 +125,4 @@ class Int8Linears:
 
 def _peak(x: Tensor) -> Tensor:
     """The largest magnitude of each row, ``[rows, 1]``."""
-    return x.abs().amax(-1, keepdim=True).clamp_min_(TINIEST)
+    return x.abs().amax(-1, keepdim=True)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from engine.kv_cache import KVCache, KVShape
-from engine.model.attention import AttentionPlan, Span
+from engine.model.attention import AttentionPlan
+from engine.model.keys import Span
 from engine.model.linear import ROW_MULTIPLE, round_up
 
 HEADS, KV_HEADS, DIM, LENGTH = 6, 2, 16, 700

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.model import linear_float32, linear_int8
-from engine.model.attention import KEY_TILE
+from engine.model.keys import KEY_TILE
 from engine.model.linear import ROW_MULTIPLE, make_linears
 from engine.model.linear_float32 import Float32Linear
 
