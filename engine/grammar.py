@@ -243,8 +243,11 @@ def _grammar_of(source: GrammarSource) -> "xgrammar.Grammar":
         case GrammarKind.STRUCTURAL_TAG:
             return xgrammar.Grammar.from_ebnf(tightened(str(xgrammar.Grammar.from_structural_tag(source.source))))
         case GrammarKind.CHOICE:
-            texts = [{"type": "const_string", "value": text} for text in json.loads(source.source)]
-            tag = {"type": "structural_tag", "format": {"type": "or", "elements": texts}}
+            texts = json.loads(source.source)
+            if not isinstance(texts, list) or not texts:
+                raise ValueError("a list of texts is needed")
+            elements = [{"type": "const_string", "value": text} for text in texts]
+            tag = {"type": "structural_tag", "format": {"type": "or", "elements": elements}}
             return xgrammar.Grammar.from_structural_tag(tag)
         case GrammarKind.REGEX:
             return xgrammar.Grammar.from_regex(source.source)

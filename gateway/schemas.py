@@ -90,7 +90,7 @@ class StreamOptions(Body):
 
 class JsonSchemaFormat(Body):
     name: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
-    schema_: Annotated[dict[str, object] | bool, Field(alias="schema")]
+    schema_: Annotated[object, Field(alias="schema")]
     description: str | None = None
     strict: bool | None = None
     """An answer follows the schema either way."""
@@ -108,12 +108,13 @@ class StructuredOutputs(Body):
 
     not_built = {"whitespace_pattern": (), "disable_fallback": (False, True), "disable_additional_properties": (False,)}
 
-    json_: Annotated[dict[str, object] | bool | str | None, Field(alias="json")] = None
+    json_: Annotated[object, Field(alias="json")] = None
+    """A schema, or the text of one."""
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
-    structural_tag: dict[str, object] | str | None = None
+    structural_tag: object = None
     disable_any_whitespace: bool | None = None
     """JSON is written on one line as `json.dumps` writes it. False allows bounded white space wherever JSON has it."""
 
@@ -154,7 +155,7 @@ class GenerationBody(Body):
     prompt_logprobs: int | None = Field(default=None, ge=0, le=INT64)
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, object] | str | None = None
+    guided_json: object = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
