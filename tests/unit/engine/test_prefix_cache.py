@@ -19,11 +19,16 @@ from tests.support.random_llama import RandomLlama
 
 FILES: Any = RandomLlama()
 SMALL: dict[str, Any] = {"block_size": 4, "num_blocks": 64, "max_step_tokens": 32, "max_sequences": 8}
-FIRST = Engine(FILES, EngineConfig(**SMALL))
 
 
-def make(**changes: Any) -> Engine:
-    return Engine(FILES, EngineConfig(**{**SMALL, **changes}), model=FIRST.model)
+@functools.cache
+def first_engine(dtype: str) -> Engine:
+    return Engine(FILES, EngineConfig(**SMALL, dtype=dtype))
+
+
+def make(*, dtype: str = "float32", **changes: Any) -> Engine:
+    config = EngineConfig(**{**SMALL, **changes}, dtype=dtype)
+    return Engine(FILES, config, model=first_engine(dtype).model)
 
 
 @pytest.fixture
@@ -37,13 +42,15 @@ def prompt(num_tokens: int, seed: int = 0) -> list[int]:
 
 def solo(tokens: list[int], **options: Any) -> tuple[list[int], list[torch.Tensor]]:
     """What an engine that shares nothing makes of it."""
-    return _solo(tuple(tokens), tuple(sorted(options.items())))
+    return _solo("float32", tuple(tokens), tuple(sorted(options.items())))
 
 
 @functools.lru_cache(maxsize=1000)
-def _solo(tokens: tuple[int, ...], options: tuple[tuple[str, Any], ...]) -> tuple[list[int], list[torch.Tensor]]:
+def _solo(
+    dtype: str, tokens: tuple[int, ...], options: tuple[tuple[str, Any], ...]
+) -> tuple[list[int], list[torch.Tensor]]:
     sequence = make_sequence(tokens, **dict(options))
-    recorded = run(make(prefix_cache=False), sequence)
+    recorded = run(make(prefix_cache=False, dtype=dtype), sequence)
     return recorded.tokens[sequence.key], recorded.scores[sequence.key]
 
 
@@ -269,7 +276,8 @@ texts = st.lists(st.sampled_from(range(len(PIECES))), min_size=1, max_size=3).ma
 requests = st.lists(st.tuples(texts, st.integers(1, 12), st.integers(0, 12), st.integers(0, 2)), min_size=2, max_size=8)
 
 
-@settings(max_examples=20, deadline=None)
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@settings(max_examples=15, deadline=None)
 @given(
     requests=requests,
     block_size=st.sampled_from((1, 3, 4, 16)),
@@ -278,9 +286,15 @@ requests = st.lists(st.tuples(texts, st.integers(1, 12), st.integers(0, 12), st.
     num_tokens=st.integers(100, 300),
 )
 def test_hits_forks_chunks_company_and_preemption_never_change_bits(
-    requests: list[tuple[list[int], int, int, int]], block_size: int, budget: int, mixed: int, num_tokens: int
+    dtype: str,
+    requests: list[tuple[list[int], int, int, int]],
+    block_size: int,
+    budget: int,
+    mixed: int,
+    num_tokens: int,
 ) -> None:
     engine = make(
+        dtype=dtype,
         block_size=block_size,
         num_blocks=-(-num_tokens // block_size),
         max_step_tokens=budget,
@@ -311,14 +325,16 @@ def test_hits_forks_chunks_company_and_preemption_never_change_bits(
                 everybody += children
     assert not engine.has_work and engine.pool.counts().is_idle()
     for sequence in everybody:
-        expected, _ = solo(
-            sequence.tokens[: sequence.num_prompt_tokens],
-            max_tokens=sequence.sampling.max_tokens,
-            seed=sequence.sampling.seed,
-            temperature=1.0,
-            ignore_eos=True,
-            choice=sequence.key.choice,
-        )
+        sampling = sequence.sampling
+        options = {
+            "max_tokens": sampling.max_tokens,
+            "seed": sampling.seed,
+            "temperature": 1.0,
+            "ignore_eos": True,
+            "choice": sequence.key.choice,
+        }
+        prompt_tokens = tuple(sequence.tokens[: sequence.num_prompt_tokens])
+        expected, _ = _solo(dtype, prompt_tokens, tuple(sorted(options.items())))
         assert sequence.tokens[sequence.num_prompt_tokens :] == expected
 
 
