@@ -94,19 +94,26 @@ class Admission:
         def between(start: str, end: str) -> float:
             return max(0.0, self.marks[end] - self.marks[start]) if start in self.marks and end in self.marks else 0.0
 
-        first_step = self.marks.get("first_step", ended_at)
-        running = self.marks.get(AdmissionState.RUNNING, first_step)
         sequence = self.sequence
+        first_step = ended_at if sequence is None or sequence.first_step_at is None else sequence.first_step_at
+        running = self.marks.get(AdmissionState.RUNNING, first_step)
+        queue_s, prefill_s, decode_from = max(0.0, first_step - running), 0.0, first_step
+        is_local = self.asked.mode is Mode.LOCAL
+        if is_local:  # until the first token this worker was the prefill worker
+            decode_from = self.marks.get("first_token", ended_at)
+            prefill_s = max(0.0, decode_from - first_step)
         return StageTimes(
+            prefill_queue_s=queue_s if is_local else 0.0,
+            prefill_s=prefill_s,
             reservation_s=between(AdmissionState.QUEUED, AdmissionState.RESERVED),
             handoff_wait_s=between(AdmissionState.OPENED, AdmissionState.FETCHING),
             transfer_s=between(AdmissionState.FETCHING, AdmissionState.RUNNING),
-            decode_queue_s=max(0.0, first_step - running),
-            decode_s=max(0.0, ended_at - first_step),
+            decode_queue_s=0.0 if is_local else queue_s,
+            decode_s=max(0.0, ended_at - decode_from),
             transfer_bytes=0 if self.fetch is None else self.fetch.num_bytes,
             transfer_backend="" if self.fetch is None else self.fetch.backend,
             num_prompt_tokens_computed=0 if sequence is None else sequence.num_prompt_computed,
-            num_cached_tokens=sequence.num_cached if sequence is not None and self.asked.mode is Mode.LOCAL else 0,
+            num_cached_tokens=sequence.num_cached if sequence is not None and is_local else 0,
         )
 
 

@@ -267,11 +267,11 @@ class DecodeRole:
         for output in result.outputs:
             admission = self._admissions.get(output.sequence.key)
             if admission is not None:
-                self._take(admission, output, started_at, ended_at)
+                self._take(admission, output, ended_at)
         self._serve_queue()
 
-    def _take(self, admission: Admission, output: SequenceOutput, started_at: float, ended_at: float) -> None:
-        admission.marks.setdefault("first_step", started_at)
+    def _take(self, admission: Admission, output: SequenceOutput, ended_at: float) -> None:
+        admission.marks.setdefault("first_token", ended_at)
         if output.error is not None:
             self._scope.spawn(self._end(admission, output.error), name="sequence-failed")
             return

@@ -64,7 +64,13 @@ class KVCache:
         num_bytes = num_blocks * shape.block_bytes
         # An anonymous mapping is page-aligned, zero, and costs nothing until it is touched; torch.zeros would touch
         # it all.
-        self._memory = mmap.mmap(-1, num_bytes + shape.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            self._memory = mmap.mmap(-1, num_bytes + shape.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(
+                f"cannot have {num_bytes} bytes for {num_blocks} KV blocks ({error}); "
+                "lower models[].kv.memory_bytes or num_blocks"
+            ) from None
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         self.tensor: Tensor = torch.frombuffer(self._memory, dtype=TORCH_DTYPES[shape.dtype]).view(

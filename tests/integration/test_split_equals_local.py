@@ -119,4 +119,7 @@ async def test_the_mode_is_told(cluster: ProcessCluster) -> None:
             json={"model": model, "prompt": "Hello", "max_tokens": 2},
             headers={"x-baton-timing": "1"},
         )
-        assert answer.json()["timing"]["mode"] == mode
+        timing = answer.json()["timing"]
+        assert timing["mode"] == mode
+        stages = timing["stages_ms"]
+        assert stages["prefill"] > stages["network"], "whoever prefilled says how long it took"

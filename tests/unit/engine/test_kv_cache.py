@@ -46,3 +46,9 @@ def test_memory_that_cannot_hold_one_sequence_is_refused_with_the_remedy() -> No
     assert num_blocks_for(SHAPE, memory_bytes=10 * SHAPE.block_bytes + 5, min_tokens=40) == 10
     with pytest.raises(ConfigError, match=f"memory_bytes to {11 * SHAPE.block_bytes}"):
         num_blocks_for(SHAPE, memory_bytes=10 * SHAPE.block_bytes + 5, min_tokens=41)
+
+
+def test_more_memory_than_there_can_be_is_refused_with_the_setting_to_change() -> None:
+    shape = KVShape(block_size=16, num_layers=30, num_kv_heads=3, head_dim=64, dtype="float32")
+    with pytest.raises(ConfigError, match=r"lower models\[\]\.kv\.memory_bytes"):
+        KVCache(shape, 1 << 40)
