@@ -55,7 +55,7 @@ class ModelFiles:
         return self._tensors.names()
 
     def file_of(self, name: str) -> str:
-        """The file that holds the tensor: what an error about it names."""
+        """The file that holds the tensor, or the model's path: what an error about it names."""
         return str(self._tensors.file_of(name))
 
     def load_tensor(self, name: str) -> Array:
@@ -71,7 +71,7 @@ class ModelFiles:
             self._tokenizer = Tokenizer(self._rust_tokenizer(), self.path)
             if self._tokenizer.num_tokens > self.config.vocab_size:
                 raise ModelFileError(
-                    self.path,
+                    self.file_of("model.embed_tokens.weight"),
                     f"the tokenizer has {self._tokenizer.num_tokens} ids, tensor 'model.embed_tokens.weight' "
                     f"{self.config.vocab_size} rows",
                     "use tokenizer and weights of the same model",

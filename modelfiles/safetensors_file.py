@@ -49,7 +49,8 @@ class SafetensorsSource:
         return tuple(self._entries)
 
     def file_of(self, name: str) -> Path:
-        return self.files[self._entries[name].file]
+        entry = self._entries.get(name)
+        return self.files[0].parent if entry is None else self.files[entry.file]
 
     def load(self, name: str) -> Array:
         entry = self._entries.get(name)

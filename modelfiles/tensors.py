@@ -20,7 +20,8 @@ class TensorSource(Protocol):
 
     def names(self) -> tuple[str, ...]: ...
 
-    def file_of(self, name: str) -> Path: ...
+    def file_of(self, name: str) -> Path:
+        """The file that holds the tensor; the model's path when none does."""
 
     def load(self, name: str) -> Array: ...
 

@@ -29,7 +29,7 @@ class WeightReader:
     def tensor(self, name: str, *shape: int) -> Tensor:
         """One tensor. Raises :class:`ConfigError` when it is missing or has another shape than its config demands."""
         if name not in self._names:
-            raise ConfigError(f"{self._files.path}: tensor '{name}' is missing; use a complete model")
+            raise ConfigError(f"{self._files.file_of(name)}: tensor '{name}' is missing; use a complete model")
         array = self._files.load_tensor(name)
         if array.shape != shape:
             raise ConfigError(

@@ -75,10 +75,15 @@ def as_bytes(array: np.ndarray, dtype: str) -> bytes:
 
 
 def write_folder(
-    folder: Path, *, num_shards: int = 1, dtype: str = "F32", config: dict[str, object] | None = None
+    folder: Path,
+    *,
+    num_shards: int = 1,
+    dtype: str = "F32",
+    config: dict[str, object] | None = None,
+    weights: Weights | None = None,
 ) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    weights = tiny_weights()
+    weights = weights or tiny_weights()
     (folder / "config.json").write_text(json.dumps(config or CONFIG))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     rust_tokenizer().save(str(folder / "tokenizer.json"))
@@ -102,7 +107,13 @@ def permute_rows(array: np.ndarray, num_heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(array.shape)
 
 
-def write_gguf(path: Path, *, quantisation: gguf.GGMLQuantizationType | None = None, pre: str = "gpt-2") -> Path:
+def write_gguf(
+    path: Path,
+    *,
+    quantisation: gguf.GGMLQuantizationType | None = None,
+    pre: str = "gpt-2",
+    weights: Weights | None = None,
+) -> Path:
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(NUM_LAYERS)
     writer.add_context_length(128)
@@ -133,14 +144,15 @@ def write_gguf(path: Path, *, quantisation: gguf.GGMLQuantizationType | None = N
         "mlp.up_proj": "ffn_up",
         "mlp.down_proj": "ffn_down",
     }
-    for name, array in tiny_weights().items():
+    for name, array in (weights or tiny_weights()).items():
         if "q_proj" in name or "k_proj" in name:
             array = permute_rows(array, NUM_HEADS if "q_proj" in name else NUM_KV_HEADS)
         parts = name.removesuffix(".weight").split(".", 3)
-        if parts[1] == "layers":
+        if name.startswith("model.layers."):
             gguf_name = f"blk.{parts[2]}.{short[parts[3]]}.weight"
         else:
-            gguf_name = {"embed_tokens": "token_embd.weight", "norm": "output_norm.weight"}[parts[1]]
+            whole = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
+            gguf_name = whole.get(name, name)
         if quantisation is not None and array.ndim == 2:
             writer.add_tensor(gguf_name, gguf.quants.quantize(array, quantisation), raw_dtype=quantisation)
         else:

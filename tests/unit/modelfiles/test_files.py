@@ -105,6 +105,68 @@ def test_rope_is_read_in_both_spellings(
     assert (config.rope_theta, config.rope_scaling) == (theta, scaling)
 
 
+@pytest.mark.parametrize(
+    ("values", "window", "layers"),
+    [
+        ({"model_type": "llama", "sliding_window": 9}, None, ()),
+        ({"model_type": "mistral", "sliding_window": 9}, 9, (0, 1, 2, 3, 4, 5, 6)),
+        ({"model_type": "mistral", "sliding_window": None}, None, ()),
+        ({"model_type": "qwen2", "sliding_window": 9, "max_window_layers": 5}, None, ()),
+        ({"model_type": "qwen2", "sliding_window": 9, "use_sliding_window": True, "max_window_layers": 5}, 9, (5, 6)),
+        ({"model_type": "qwen3", "sliding_window": 9, "use_sliding_window": True, "max_window_layers": 7}, None, ()),
+        ({"model_type": "gemma3_text", "sliding_window": 9}, 9, (0, 1, 2, 3, 4, 6)),
+        ({"model_type": "gemma3_text", "sliding_window": 9, "sliding_window_pattern": 2}, 9, (0, 2, 4, 6)),
+        (
+            {
+                "model_type": "gemma3_text",
+                "sliding_window": 9,
+                "layer_types": ["full_attention", "sliding_attention", *["full_attention"] * 5],
+            },
+            9,
+            (1,),
+        ),
+    ],
+)
+def test_windows_are_read_as_each_family_spells_them(
+    tmp_path: Path, values: dict[str, object], window: int | None, layers: tuple[int, ...]
+) -> None:
+    config = open_model(str(write_folder(tmp_path, config={**CONFIG, "num_hidden_layers": 7, **values}))).config
+    assert (config.sliding_window, config.sliding_layers) == (window, layers)
+    assert [config.window_of(layer) for layer in range(7)] == [window if one in layers else None for one in range(7)]
+
+
+def test_both_bases_of_gemma_are_read_in_both_spellings(tmp_path: Path) -> None:
+    gemma = {**CONFIG, "model_type": "gemma3_text", "sliding_window": 9, "query_pre_attn_scalar": 168}
+    linear = {"rope_type": "linear", "factor": 8.0}
+    older = {"rope_theta": 7.0, "rope_local_base_freq": 5.0, "rope_scaling": linear}
+    newer = {
+        "rope_parameters": {
+            "full_attention": {**linear, "rope_theta": 7.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5.0},
+        }
+    }
+    for name, spelling in (("older", older), ("newer", newer)):
+        config = open_model(str(write_folder(tmp_path / name, config={**gemma, **spelling}))).config
+        assert (config.rope_theta, config.rope_local_theta, config.query_scalar) == (7.0, 5.0, 168.0)
+        assert config.rope_scaling == RopeScaling(kind="linear", factor=8.0)
+
+
+def test_a_stretched_context_is_as_long_as_yarn_makes_it(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    config = open_model(str(write_folder(tmp_path, config={**CONFIG, "rope_scaling": yarn}))).config
+    assert config.max_context == 512
+    assert config.rope_scaling is not None and config.rope_scaling.attention_factor == pytest.approx(1.1386294)
+
+
+def test_llama_3s_frequencies_in_a_gguf_file_are_its_scaling(tmp_path: Path) -> None:
+    factors = np.array([1.0, 1.5, 8.0, 8.0], np.float32)
+    model = open_model(
+        str(write_gguf(tmp_path / "tiny.gguf", weights={**tiny_weights(), "rope_freqs.weight": factors}))
+    )
+    assert model.config.rope_scaling == RopeScaling(kind="factors", factors=(1.0, 1.5, 8.0, 8.0))
+    assert sorted(model.tensor_names()) == sorted(tiny_weights())
+
+
 def test_generation_config_gives_defaults_and_the_end_tokens(tmp_path: Path) -> None:
     folder = write_folder(tmp_path)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 5], "top_k": 7, "temperature": 0.2}))
@@ -143,6 +205,16 @@ def cut(name: str, num_bytes: int) -> Callable[[Path], None]:
         (damage_config(num_hidden_layers=0), "num_layers"),
         (damage_config(eos_token_id=10**6), "EOS"),
         (damage_config(rope_scaling={"rope_type": "longrope", "factor": 2}), "longrope"),
+        (damage_config(hidden_act="relu"), "relu"),
+        (damage_config(final_logit_softcapping=30.0), "final_logit_softcapping"),
+        (damage_config(sliding_window=0, model_type="mistral"), "sliding_window"),
+        (damage_config(sliding_window=8, layer_types=["full_attention"]), "layer_types"),
+        (damage_config(sliding_window=8, layer_types=["full_attention", "linear_attention"]), "linear_attention"),
+        (damage_config(rope_scaling={"rope_type": "linear", "factor": 2, "partial_rotary_factor": 0.5}), "partial"),
+        (
+            damage_config(model_type="qwen3_moe", num_experts=4, num_experts_per_tok=5, moe_intermediate_size=8),
+            "exceeds",
+        ),
         (write("config.json", "{"), "JSON"),
         (write("config.json", "[]"), "object"),
         (remove("config.json"), "config.json"),
