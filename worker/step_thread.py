@@ -5,8 +5,8 @@ safe from any thread. One of the three places that may catch ``Exception`` (desi
 of the process, because the state of the device is unknown; the supervisor starts a new incarnation.
 
 A result is handed over, not worked on: text, outboxes and messages are the event loop's, and the next step starts at
-once. Choosing and laying out a step is not done beside the step before it: that takes 2 % of a step on CPU
-(docs/measurements.md), and a second thread would take it from the same core.
+once. Choosing and laying out a step is not done beside the step before it: on CPU that is 1 % of a step
+(docs/adr/0011-steps-follow-each-other-on-cpu.md).
 """
 
 import asyncio
