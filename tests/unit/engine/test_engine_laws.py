@@ -28,6 +28,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.alive: dict[SequenceKey, Sequence] = {}
         self.detached: list[Sequence] = []
         self.leased: list[list[int]] = []
+        self.custody: list[list[int]] = []
         self.expected: dict[SequenceKey, int] = {}
 
     def _add(self, sequence: Sequence) -> None:
@@ -88,16 +89,20 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.engine.remove(key)
         assert self.alive.pop(key).block_table == []
 
-    @rule(lease=st.booleans())
-    def detach(self, lease: bool) -> None:
+    @rule(what=st.sampled_from(("lease", "custody", "keep")))
+    def detach(self, what: str) -> None:
         for key, sequence in list(self.alive.items()):
             if sequence.state is not SequenceState.PAUSED:
                 continue
             taken = self.engine.detach(key)
             del self.alive[key]
-            if lease:
-                self.engine.pool.lease(taken.block_table)
-                self.leased.append(taken.block_table)
+            if what != "keep":
+                if what == "lease":
+                    self.engine.pool.lease(taken.block_table)
+                    self.leased.append(taken.block_table)
+                else:
+                    self.engine.pool.take_custody(taken.block_table)
+                    self.custody.append(taken.block_table)
                 self.engine.pool.free(taken.block_table)
                 if taken.reservation is not None:
                     taken.reservation.release()
@@ -117,18 +122,26 @@ class EngineMachine(RuleBasedStateMachine):
     def end_lease(self) -> None:
         self.engine.pool.end_lease(self.leased.pop())
 
+    @precondition(lambda self: self.custody)
+    @rule()
+    def end_custody(self) -> None:
+        self.engine.pool.end_custody(self.custody.pop())
+
     @invariant()
     def law_1(self) -> None:
         counts = self.engine.pool.counts()
         assert counts.is_conserved()
         held = {block for each in (*self.alive.values(), *self.detached) for block in each.block_table}
-        assert counts.in_use == len(held)
-        assert counts.leased == len({block for blocks in self.leased for block in blocks} - held)
+        custody = {block for blocks in self.custody for block in blocks}
+        assert counts.custody == len(custody) and counts.in_use == len(held - custody)
+        assert counts.leased == len({block for blocks in self.leased for block in blocks} - held - custody)
 
     def teardown(self) -> None:
         """Law 2: whatever was going on, in the end nothing is left."""
         while self.leased:
             self.end_lease()
+        while self.custody:
+            self.end_custody()
         while self.detached:
             self.bring_back()
         for _ in range(500):
