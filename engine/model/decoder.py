@@ -154,12 +154,11 @@ class Decoder:
     def _experts(self, name: str, gain: Tensor, experts: ExpertsConfig) -> Experts:
         router = self._reader.fused({f"{name}.gate": experts.num_experts}, self.config.hidden_size)
         return Experts(
-            self._linears.normed(gain, *router, self.config.rms_norm_eps),
+            make_linears("float32").normed(gain, *router, self.config.rms_norm_eps),
             [
                 self._gated_mlp(f"{name}.experts.{expert}", gain, experts.intermediate_size)
                 for expert in range(experts.num_experts)
             ],
             num_per_token=experts.num_per_token,
             normalises_weights=experts.normalises_weights,
-            row_multiple=self._linears.row_multiple,
         )

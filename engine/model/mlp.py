@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.model.linear import Linear, NormedLinear
+from engine.model.linear import ROW_MULTIPLE, Linear, NormedLinear
 from modelfiles.families import Activation
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -42,8 +42,9 @@ class GatedMLP:
 class Experts:
     """The weighted sum of the MLPs that a router chooses for each row.
 
-    For law 3 a row's bits must not depend on who else chose its experts: equal scores go to the lower number, an
-    expert's rows are padded to the row multiple, and a row's sum runs from its lowest expert to its highest.
+    The router's scores should be exact (float32): a small error chooses another expert. For law 3 a row's bits must not
+    depend on who else chose its experts: equal scores go to the lower number, the rows of the router and of each
+    expert are padded, and a row's sum runs from its lowest expert to its highest.
     """
 
     def __init__(
@@ -53,15 +54,14 @@ class Experts:
         *,
         num_per_token: int,
         normalises_weights: bool,
-        row_multiple: int,
     ) -> None:
         self._router, self._experts = router, experts
         self._num_per_token = num_per_token
         self._normalises_weights = normalises_weights
-        self._row_multiple = row_multiple
 
     def __call__(self, x: Tensor) -> Tensor:
-        ranked_TE = torch.softmax(self._router(x), -1).sort(stable=True, dim=-1, descending=True)
+        scores_TE = self._router(F.pad(x, (0, 0, 0, -len(x) % ROW_MULTIPLE)))[: len(x)]
+        ranked_TE = torch.softmax(scores_TE, -1).sort(stable=True, dim=-1, descending=True)
         weights_TN = ranked_TE.values[:, : self._num_per_token]
         chosen_TN = ranked_TE.indices[:, : self._num_per_token]
         if self._normalises_weights:
@@ -69,7 +69,7 @@ class Experts:
         out = torch.zeros_like(x)
         for expert in sorted({*chosen_TN.flatten().tolist()}):
             rows, places = torch.where(chosen_TN == expert)
-            padded_rows = F.pad(rows, (0, -len(rows) % self._row_multiple))
+            padded_rows = F.pad(rows, (0, -len(rows) % ROW_MULTIPLE))
             y = self._experts[expert](x[padded_rows])[: len(rows)]
             out.index_add_(0, rows, y.mul_(weights_TN[rows, places, None]))
         return out
