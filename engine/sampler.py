@@ -4,21 +4,27 @@ Order: raw scores -> log probabilities (if asked for) -> what :mod:`engine.shapi
 temperature, min_p, top_k, top_p and one exact draw by Gumbel-max (the argmax of score + Gumbel noise is a softmax
 sample).
 
-The noise is a pure function of (seed, choice, absolute position, token id): :func:`sampling_key` and :func:`gumbel`
-are integer mixing (SplitMix64, Steele et al. 2014) that a GPU kernel can repeat. So a draw does not depend on the
-batch, the step or the worker it happens on, and only the candidates that are left need noise.
+The noise is a pure function of (seed, choice, absolute position, token id): :func:`sampling_key` mixes the first three
+into 64 bits (SplitMix64, Steele et al. 2014), :func:`gumbel` mixes those with the id in two rounds of 32-bit arithmetic
+(murmur3's finaliser and C. Wellons' lowbias32, which vector units multiply natively) and a GPU kernel can repeat it.
+So a draw does not depend on the batch, the step or the worker it happens on, and only candidates need noise: the noise
+is bounded, so tokens too far behind cannot win.
 
 Ties are kept: ``top_k`` and ``top_p`` cut at a value, so equal scores stay together.
 """
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from core.errors import InternalError, InvalidRequest, ServingError
-from core.types import TokenLogprobs
+from core.types import SamplingParams, TokenLogprobs
 from engine.sequence import Sequence
 from engine.shaping import NEVER, shape
 
@@ -27,7 +33,12 @@ _DEAD_END = (
 )
 _MASK = (1 << 64) - 1
 _GAMMA, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_FIRST_CANDIDATES = 256
+_NEAR = -8.0
+_FLOORS = (-8.0, -16.0, -32.0, NEVER)
+"""Below the peak at 0: what is looked for is sought among few tokens first."""
+_MAX_NOISE = 16.7
+"""No noise is above -log(2^-24)."""
+Scores = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,56 +98,71 @@ def _without_choice(scores_RV: Tensor, rows: list[int]) -> list[int]:
 
 
 def _choose(scores_RV: Tensor, sequences: Seq[Sequence]) -> list[int]:
-    plain: list[int] = []
+    """numpy from here on: on CPU its searches are many times faster than torch's, and the first of equals wins."""
+    rows_RV: Scores = scores_RV.numpy()
+    greedy = [row for row, sequence in enumerate(sequences) if sequence.sampling.is_greedy]
     tokens = [0] * len(sequences)
+    if greedy:
+        best = (rows_RV if len(greedy) == len(sequences) else rows_RV[greedy]).argmax(-1).tolist()
+        for row, token in zip(greedy, best, strict=True):
+            tokens[row] = token
     for row, sequence in enumerate(sequences):
         sampling = sequence.sampling
-        if sampling.is_greedy:
-            continue
-        # The peak becomes 0, so that a tiny temperature drives the rest to minus infinity instead of overflowing.
-        scores_RV[row].sub_(scores_RV[row].amax()).div_(sampling.temperature)
-        if sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0:
-            tokens[row] = _draw_filtered(scores_RV[row], sequence)
-        else:
-            plain.append(row)
-    if plain:
-        keys = torch.tensor([_key_of(sequences[row]) for row in plain])
-        scores_RV[plain] += gumbel(keys, torch.arange(scores_RV.shape[-1]))
-    # numpy's argmax is many times faster than torch's on CPU and always takes the first of equals.
-    best = scores_RV.numpy().argmax(-1).tolist()
-    for row, sequence in enumerate(sequences):
-        if sequence.sampling.is_greedy:
-            tokens[row] = best[row]
-    for row in plain:
-        tokens[row] = best[row]
+        if not sampling.is_greedy:
+            # The peak becomes 0, so that a tiny temperature drives the rest to minus infinity and not beyond numbers.
+            scores_V = rows_RV[row]
+            scores_V -= scores_V.max()
+            with np.errstate(over="ignore"):
+                scores_V /= np.float32(sampling.temperature)
+            tokens[row] = _draw(scores_V, sequence, _least(scores_V, sampling))
     return tokens
 
 
-def _draw_filtered(scores_V: Tensor, sequence: Sequence) -> int:
-    sampling = sequence.sampling
-    least = torch.tensor(sampling.min_p).log().item() if sampling.min_p > 0.0 else NEVER
-    if 0 < sampling.top_k < scores_V.shape[0]:
-        least = max(least, scores_V.topk(sampling.top_k).values[-1].item())
+def _draw(scores_V: Scores, sequence: Sequence, least: float) -> int:
+    """A sample of the tokens that score ``least`` or more. Far ones are looked at only if their noise could suffice."""
+    key = sampling_key(sequence.sampling.seed, sequence.key.choice, len(sequence.tokens))
+    near = np.flatnonzero(scores_V >= max(least, _NEAR))
+    noisy = scores_V[near] + gumbel(key, near)
+    best = int(noisy.argmax())
+    reach = max(least, float(noisy[best]) - _MAX_NOISE)
+    if reach >= _NEAR:
+        return int(near[best])
+    far = np.flatnonzero((scores_V < _NEAR) & (scores_V >= reach))
+    noisy_far = scores_V[far] + gumbel(key, far)
+    if len(far) and noisy_far.max() > noisy[best]:
+        return int(far[int(noisy_far.argmax())])
+    return int(near[best])
+
+
+def _least(scores_V: Scores, sampling: SamplingParams) -> float:
+    """The score down to which min_p, top_k and top_p keep tokens; the peak is 0."""
+    least = math.log(sampling.min_p) if sampling.min_p > 0.0 else NEVER
+    if 0 < sampling.top_k < len(scores_V):
+        least = max(least, _kth(scores_V, sampling.top_k))
     if sampling.top_p < 1.0:
         least = max(least, _nucleus(scores_V, least, sampling.top_p))
-    candidates = (scores_V >= least).nonzero().view(-1)
-    noisy = scores_V[candidates] + gumbel(torch.tensor([_key_of(sequence)]), candidates)[0]
-    return int(candidates[int(noisy.numpy().argmax())])
+    return least
 
 
-def _nucleus(scores_V: Tensor, least: float, top_p: float) -> float:
+def _kth(scores_V: Scores, k: int) -> float:
+    for floor in _FLOORS:
+        near = scores_V[scores_V >= floor]
+        if len(near) >= k:
+            return float(np.partition(near, len(near) - k)[len(near) - k])
+    raise AssertionError("the lowest floor keeps everything")
+
+
+def _nucleus(scores_V: Scores, least: float, top_p: float) -> float:
     """The score down to which the most likely tokens hold ``top_p`` of the mass of those not below ``least``."""
-    weights = scores_V.exp()
-    goal = top_p * weights.masked_fill_(scores_V < least, 0.0).sum().item()
-    num_candidates = min(_FIRST_CANDIDATES, len(weights))
-    while True:  # a running sum does not depend on how many follow, so neither does the cut
-        top = weights.topk(num_candidates)
-        reached = (top.values.cumsum(-1) >= goal).nonzero()
-        if len(reached):
-            return scores_V[top.indices[reached[0, 0]]].item()
-        if num_candidates == len(weights):
-            return least  # rounding: the whole sum stays a hair below the goal
-        num_candidates = min(8 * num_candidates, len(weights))
+    kept = scores_V if least == NEVER else scores_V[scores_V >= least]
+    goal = top_p * np.exp(kept).sum(dtype=np.float64)
+    for floor in _FLOORS:
+        near = np.sort(kept[kept >= floor])[::-1]
+        # A running sum does not depend on how many follow, so neither does the cut.
+        at = int(np.searchsorted(np.exp(near).cumsum(dtype=np.float64), goal))
+        if at < len(near):
+            return float(near[at])
+    return least  # rounding: the whole sum stays a hair below the goal
 
 
 # -- the generator ----------------------------------------------------------------------------------------------------
@@ -150,33 +176,40 @@ def _mix(value: int) -> int:
 
 
 def sampling_key(seed: int, choice: int, position: int) -> int:
-    """64 bits (as a signed number) that stand for one draw: the token at absolute ``position`` of a choice."""
+    """64 bits that stand for one draw: the token at absolute ``position`` of a choice."""
     key = 0
     for part in (seed, choice, position):
         key = _mix(key + _GAMMA * ((part & _MASK) + 1))
-    return key - (1 << 64) if key >> 63 else key
+    return key
 
 
-def gumbel(keys_R: Tensor, ids_V: Tensor) -> Tensor:
-    """Standard Gumbel noise ``[R, V]`` in float32: -log(-log(u)) with u from the top 23 bits of mix(key + gamma (id +
-    1)).
+def gumbel(key: int, ids: npt.NDArray[np.integer[Any]]) -> Scores:
+    """Standard Gumbel noise in float32 for each id: -log(-log(u)), u from the top 23 bits of two rounds over the id.
 
     23 bits, because 24 and a half would round u to 1 in float32. Integers wrap around as in C.
     """
-    bits = _signed(_GAMMA) * (ids_V + 1)[None, :] + keys_R[:, None]
-    bits.bitwise_xor_((bits >> 30) & ((1 << 34) - 1)).mul_(_signed(_MIX_1))
-    bits.bitwise_xor_((bits >> 27) & ((1 << 37) - 1)).mul_(_signed(_MIX_2))
-    bits.bitwise_xor_((bits >> 31) & ((1 << 33) - 1))
-    uniform = ((bits >> 41) & ((1 << 23) - 1)).to(torch.float32).add_(0.5).mul_(2.0**-23)
-    return uniform.log_().neg_().log_().neg_()
+    bits = ids.astype(np.uint32)
+    bits *= np.uint32(0x9E3779B1)
+    bits += np.uint32(key & 0xFFFFFFFF)
+    _round(bits, 16, 0x21F0AAAD, 15, 0x735A2D97, 15)
+    bits += np.uint32(key >> 32)
+    _round(bits, 16, 0x85EBCA6B, 13, 0xC2B2AE35, 16)
+    bits >>= np.uint32(9)
+    uniform = bits.astype(np.float32)
+    uniform += np.float32(0.5)
+    uniform *= np.float32(2.0**-23)
+    for _ in range(2):
+        np.log(uniform, out=uniform)
+        np.negative(uniform, out=uniform)
+    return uniform
 
 
-def _signed(constant: int) -> int:
-    return constant - (1 << 64) if constant >> 63 else constant
-
-
-def _key_of(sequence: Sequence) -> int:
-    return sampling_key(sequence.sampling.seed, sequence.key.choice, len(sequence.tokens))
+def _round(bits: npt.NDArray[np.uint32], shift_1: int, mul_1: int, shift_2: int, mul_2: int, shift_3: int) -> None:
+    bits ^= bits >> np.uint32(shift_1)
+    bits *= np.uint32(mul_1)
+    bits ^= bits >> np.uint32(shift_2)
+    bits *= np.uint32(mul_2)
+    bits ^= bits >> np.uint32(shift_3)
 
 
 # -- log probabilities ------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def without(scores: Array, forbidden: list[int]) -> Array:
 
 
 def gumbel_winner(scores: Array, *, seed: int, choice: int, position: int) -> int:
-    """SplitMix64 with numpy's wrapping unsigned integers, written from the module's description."""
+    """SplitMix64 and two 32-bit rounds in 64-bit integers, written from the module's description."""
     gamma = np.uint64(0x9E3779B97F4A7C15)
 
     def mix(value: Array) -> Array:
@@ -85,11 +85,19 @@ def gumbel_winner(scores: Array, *, seed: int, choice: int, position: int) -> in
         value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return value ^ (value >> np.uint64(31))
 
+    def round32(value: Array, shifts: tuple[int, int, int], factors: tuple[int, int]) -> Array:
+        for shift, factor in zip(shifts, (*factors, 1), strict=True):
+            value = ((value ^ (value >> np.uint64(shift))) * np.uint64(factor)) & np.uint64(0xFFFFFFFF)
+        return value
+
     with np.errstate(over="ignore"):
         key = np.zeros(1, np.uint64)
         for part in (seed, choice, position):
             key = mix(key + gamma * np.uint64(part + 1))
-        bits = mix(key + gamma * (np.arange(len(scores), dtype=np.uint64) + np.uint64(1))) >> np.uint64(41)
+        low, high, ids = key & np.uint64(0xFFFFFFFF), key >> np.uint64(32), np.arange(len(scores), dtype=np.uint64)
+        bits = (ids * np.uint64(0x9E3779B1) + low) & np.uint64(0xFFFFFFFF)
+        bits = round32(bits, (16, 15, 15), (0x21F0AAAD, 0x735A2D97))
+        bits = round32((bits + high) & np.uint64(0xFFFFFFFF), (16, 13, 16), (0x85EBCA6B, 0xC2B2AE35)) >> np.uint64(9)
     noise = -np.log(-np.log((bits.astype(np.float64) + 0.5) / 2**23))
     return int((scores - scores.max() + noise).argmax())
 
