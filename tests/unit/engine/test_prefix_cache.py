@@ -237,6 +237,25 @@ def test_choices_that_have_their_first_tokens_share_blocks_that_arrived(engine: 
     assert engine.pool.counts().is_idle()
 
 
+def test_first_tokens_of_several_choices_are_drawn_from_one_prompt(engine: Engine) -> None:
+    """The prefill side of n > 1: every choice pauses behind its first token, the blocks of one are handed off."""
+    options: dict[str, Any] = {"max_tokens": 9, "temperature": 1.0, "seed": 8, "ignore_eos": True}
+    leader = make_sequence(prompt(10), pause_at=11, choice=0, **options)
+    run(engine, leader)
+    others = [make_sequence(prompt(10), pause_at=11, num_computed=9, choice=n, **options) for n in (1, 2)]
+    engine.fork(leader, others)
+    recorded = run(engine)
+    assert all(recorded.outputs[each.key][-1].is_paused for each in others)
+    firsts = [leader.tokens[-1], *(recorded.tokens[each.key][0] for each in others)]
+    assert firsts == [solo(prompt(10), choice=n, **options)[0][0] for n in range(3)]
+    blocks = engine.detach(leader.key).block_table
+    engine.pool.lease(blocks)
+    engine.pool.free(blocks)
+    for each in others:
+        engine.remove(each.key)
+    assert engine.pool.counts().leased == 3 and engine.pool.counts().in_use == 0
+
+
 def test_a_broken_fork_does_not_spoil_its_sisters(engine: Engine) -> None:
     """Of a shared block a fork takes over no more than the tokens that both have."""
     leader = make_sequence(prompt(10), max_tokens=12, ignore_eos=True)
