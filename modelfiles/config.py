@@ -77,6 +77,15 @@ class ModelConfig:
     def family(self) -> Family:
         return FAMILIES[self.architecture]
 
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Of K, or of V."""
+        return self.num_kv_heads * self.head_dim
+
     def window_of(self, layer: int) -> int | None:
         """Tokens that the layer sees, or None for all."""
         return self.sliding_window if layer in self.sliding_layers else None

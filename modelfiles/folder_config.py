@@ -81,7 +81,8 @@ def generation_defaults_from_folder(folder: Path) -> GenerationDefaults:
 
 def _refuse_variants(file: JsonFile, family: Family) -> None:
     remedy = "use a model without it"
-    for key in UNSUPPORTED:
+    keys = UNSUPPORTED if family.has_qk_norm else (*UNSUPPORTED, "query_pre_attn_scalar")
+    for key in keys:
         if file.values.get(key):
             raise ModelFileError(str(file.path), f"{key} is not supported", remedy)
     for key in ("hidden_act", "hidden_activation"):
