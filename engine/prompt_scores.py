@@ -6,7 +6,6 @@ no memory for all its scores at once; rows are padded as elsewhere, so the bits 
 
 from collections.abc import Sequence as Seq
 
-import torch
 from torch import Tensor
 
 from engine.model.decoder import Decoder
@@ -28,9 +27,9 @@ def score_prompts(model: Decoder, hidden_TH: Tensor, chunks: Seq[Chunk], row_mul
                 stop = min(start + SLICE_ROWS, end)
                 rows = list(range(first_row + start - chunk.start, first_row + stop - chunk.start))
                 rows += rows[:1] * (round_up(len(rows), row_multiple) - len(rows))
-                logprobs_RV = torch.log_softmax(model.logits(hidden_TH[rows])[: stop - start], -1)
+                raw_RV = model.logits(hidden_TH[rows])[: stop - start]
                 tokens = sequence.tokens[start + 1 : stop + 1]
                 num_top = [sequence.sampling.prompt_logprobs or 0] * len(tokens)
                 # By position: after a preemption the prompt is computed and scored again.
-                sequence.prompt_scores[start:stop] = token_logprobs(logprobs_RV, tokens, num_top)
+                sequence.prompt_scores[start:stop] = token_logprobs(raw_RV, tokens, num_top)
         first_row += chunk.num_tokens

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from core.errors import InternalError, InvalidRequest, ServingError
@@ -61,7 +60,7 @@ def sample(logits_RV: Tensor, sequences: Seq[Sequence]) -> list[Sampled]:
             errors[row] = InternalError("the model's scores are not finite for this request")
             logits_RV[row] = 0.0
     wanting = [row for row, each in enumerate(sequences) if each.sampling.logprobs is not None]
-    raw_logprobs = torch.log_softmax(logits_RV[wanting], -1) if wanting else logits_RV[:0]
+    raw_RV = logits_RV[wanting]  # a copy
     shaped = shape(logits_RV, sequences)
     errors = {**shaped.errors, **errors}
     ended: set[int] = set()
@@ -76,7 +75,8 @@ def sample(logits_RV: Tensor, sequences: Seq[Sequence]) -> list[Sampled]:
     tokens = _choose(logits_RV, sequences)
     for row in ended:
         tokens[row] = sequences[row].sampling.eos_token_ids[0]
-    logprobs = _token_logprobs(raw_logprobs, [tokens[row] for row in wanting], [sequences[row] for row in wanting])
+    num_top = [sequences[row].sampling.logprobs or 0 for row in wanting]
+    logprobs = token_logprobs(raw_RV, [tokens[row] for row in wanting], num_top)
     told = dict(zip(wanting, logprobs, strict=True))
     return [
         Sampled(error=errors[row])
@@ -215,27 +215,30 @@ def _round(bits: npt.NDArray[np.uint32], shift_1: int, mul_1: int, shift_2: int,
 # -- log probabilities ------------------------------------------------------------------------------------------------
 
 
-def _token_logprobs(logprobs_RV: Tensor, tokens: Seq[int], sequences: Seq[Sequence]) -> list[TokenLogprobs]:
-    return token_logprobs(logprobs_RV, tokens, [sequence.sampling.logprobs or 0 for sequence in sequences])
+def token_logprobs(raw_RV: Tensor, tokens: Seq[int], num_top: Seq[int]) -> list[TokenLogprobs]:
+    """For each row of raw scores its token's log probability and rank, and the ``num_top`` most likely ones."""
+    rows_RV: Scores = raw_RV.numpy()
+    return [_row_logprobs(*each) for each in zip(rows_RV, tokens, num_top, strict=True)]
 
 
-def token_logprobs(logprobs_RV: Tensor, tokens: Seq[int], num_top: Seq[int]) -> list[TokenLogprobs]:
-    """For each row its token's log probability and rank, and the ``num_top`` most likely ones."""
-    if not tokens:
-        return []
-    chosen_R1 = logprobs_RV.gather(-1, torch.tensor(tokens)[:, None])
-    ranks = ((logprobs_RV > chosen_R1).sum(-1) + 1).tolist()
-    chosen = chosen_R1[:, 0].tolist()
-    most = logprobs_RV.topk(min(max(num_top), logprobs_RV.shape[-1]))
-    ids, values = most.indices.tolist(), most.values.tolist()
-    return [
-        TokenLogprobs(logprob=chosen[row], rank=ranks[row], top=_ordered(ids[row][:count], values[row][:count]))
-        for row, count in enumerate(num_top)
-    ]
+def _row_logprobs(raw_V: Scores, token: int, num_top: int) -> TokenLogprobs:
+    peak = raw_V.max()
+    log_total = float(peak) + math.log(np.exp(raw_V - peak).sum(dtype=np.float64))
+    top = [(int(one), float(raw_V[one]) - log_total) for one in _most_likely(raw_V, peak, num_top)]
+    rank = int(np.count_nonzero(raw_V > raw_V[token])) + 1
+    return TokenLogprobs(logprob=float(raw_V[token]) - log_total, rank=rank, top=tuple(top))
 
 
-def _ordered(ids: list[int], values: list[float]) -> tuple[tuple[int, float], ...]:
-    return tuple(sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0])))
+def _most_likely(raw_V: Scores, peak: np.float32, count: int) -> npt.NDArray[np.intp]:
+    """Ids of the best scores, best first; of equals the lower id first."""
+    if count == 0:
+        return np.empty(0, np.intp)
+    near = np.flatnonzero(raw_V >= peak + np.float32(_NEAR))
+    if len(near) < count:
+        near = np.arange(len(raw_V))
+    if len(near) > count:
+        near = near[raw_V[near] >= np.partition(raw_V[near], len(near) - count)[len(near) - count]]
+    return near[np.argsort(-raw_V[near], kind="stable")][:count]
 
 
 def _is_finite(value: float) -> bool:
