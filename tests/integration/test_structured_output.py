@@ -1,4 +1,5 @@
-"""Structured output and prompt scores through a whole cluster: the same in both modes, refused before the status line."""
+"""Structured output and prompt scores through a whole cluster: the same in both modes, refused before the status
+line."""
 
 import asyncio
 import json
