@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.model.attention import AttentionPlan
-from engine.model.linear import Linear, NormedLinear, make_linears
+from engine.model.linear import Linear, Linears, NormedLinear, make_linears
 from engine.model.mlp import Experts, GatedMLP
 from engine.model.rope import rope_tables, rotate
 from engine.model.weights import WeightReader
-from modelfiles.config import ExpertsConfig
+from modelfiles.config import ExpertsConfig, ModelConfig
 from modelfiles.model import ModelFiles
 
 
@@ -38,17 +38,18 @@ class Decoder:
     """The weights and one forward pass. Holds no progress: KV lives in the cache, sequences in the engine."""
 
     def __init__(self, files: ModelFiles, *, max_context: int, dtype: str = "float32") -> None:
-        self._reader = reader = WeightReader(files)
-        self._linears = make_linears(dtype)
+        reader = WeightReader(files)
         self.config = config = files.config
+        self._linears = make_linears(dtype, may_rotate=not files.config.family.has_post_norms)
+        read = _LayerReader(config, reader, self._linears)
         hidden, head_dim = config.hidden_size, config.head_dim
-        self._q_size, self._kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
-        self._embedding = reader.tensor("model.embed_tokens.weight", config.vocab_size, hidden)
+        embedding = reader.tensor("model.embed_tokens.weight", config.vocab_size, hidden)
+        self._embedding = self._linears.embedding(embedding)
         self._embedding_scale = hidden**0.5 if config.family.scales_embedding else None
-        self._layers = [self._read_layer(index) for index in range(config.num_layers)]
-        norm = self._gain("model.norm", hidden)
+        self._layers = [read.layer(index) for index in range(config.num_layers)]
+        norm = read.gain("model.norm", hidden)
         is_tied = config.tie_word_embeddings or not reader.has("lm_head.weight")
-        head, head_bias = (self._embedding, None) if is_tied else reader.fused({"lm_head": config.vocab_size}, hidden)
+        head, head_bias = (embedding, None) if is_tied else reader.fused({"lm_head": config.vocab_size}, hidden)
         self._head = self._linears.normed(norm, head, head_bias, config.rms_norm_eps)
         reader.check_all_read("lm_head.weight")  # a tied head may be in the files too
         self._rope = rope_tables(head_dim, config.rope_theta, config.rope_scaling, max_context)
@@ -60,8 +61,6 @@ class Decoder:
     def row_multiple(self) -> int:
         """Of the rows of a step and of :meth:`logits`, for law 3 bitwise."""
         return self._linears.row_multiple
-
-    # -- one step -----------------------------------------------------------------------------------------------------
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
         """Hidden states ``[T, hidden]`` before the last norm; KV of the plan's rows is written on the way."""
@@ -86,12 +85,12 @@ class Decoder:
     ) -> None:
         num_rows, num_heads, num_kv_heads = len(x), self.config.num_heads, self.config.num_kv_heads
         qkv = layer.qkv(x)
-        qk_THD = qkv[:, : self._q_size + self._kv_size].view(num_rows, num_heads + num_kv_heads, -1)
+        qk_THD = qkv[:, : self.config.q_size + self.config.kv_size].view(num_rows, num_heads + num_kv_heads, -1)
         normed_THD = qk_THD
         if layer.qk_gain_HD is not None:
             normed_THD = F.rms_norm(qk_THD, qk_THD.shape[-1:], None, self.config.rms_norm_eps) * layer.qk_gain_HD
         qk_THD.copy_(rotate(normed_THD, *rope))
-        plan.write(index, qkv[:, self._q_size :].view(num_rows, 2, num_kv_heads, -1))
+        plan.write(index, qkv[:, self.config.q_size :].view(num_rows, 2, num_kv_heads, -1))
         plan.attend(index, qk_THD[:, :num_heads], out_THD, layer.window)
 
     def _add(self, residual: Tensor, layer: Linear, x: Tensor, post_gain: Tensor | None) -> None:
@@ -100,61 +99,69 @@ class Decoder:
         else:
             residual.add_(F.rms_norm(layer(x), post_gain.shape, post_gain, self.config.rms_norm_eps))
 
-    # -- weights ------------------------------------------------------------------------------------------------------
 
-    def _gain(self, name: str, size: int) -> Tensor:
+class _LayerReader:
+    """Makes layers out of the tensors of a model."""
+
+    def __init__(self, config: ModelConfig, reader: WeightReader, linears: Linears) -> None:
+        self._config, self._reader, self._linears = config, reader, linears
+
+    def gain(self, name: str, size: int) -> Tensor:
         """What a norm multiplies with."""
-        return self._reader.tensor(f"{name}.weight", size).add_(self.config.family.gain_offset)
+        return self._reader.tensor(f"{name}.weight", size).add_(self._config.family.gain_offset)
 
-    def _read_layer(self, index: int) -> _Layer:
-        config, family, reader, linears = self.config, self.config.family, self._reader, self._linears
+    def layer(self, index: int) -> _Layer:
+        config, reader, linears = self._config, self._reader, self._linears
+        family = config.family
         name, hidden = f"model.layers.{index}", config.hidden_size
         attention, has_post_norms = f"{name}.self_attn", family.has_post_norms
-        sizes = {"q_proj": self._q_size, "k_proj": self._kv_size, "v_proj": self._kv_size}
+        sizes = {"q_proj": config.q_size, "k_proj": config.kv_size, "v_proj": config.kv_size}
         qkv = {f"{attention}.{part}": size for part, size in sizes.items()}
         mlp_norm = f"{name}.pre_feedforward_layernorm" if has_post_norms else f"{name}.post_attention_layernorm"
         return _Layer(
             qkv=linears.normed(
-                self._gain(f"{name}.input_layernorm", hidden),
+                self.gain(f"{name}.input_layernorm", hidden),
                 *reader.fused(qkv, hidden, has_bias=config.attention_bias),
                 config.rms_norm_eps,
             ),
             qk_gain_HD=self._qk_gain(attention) if family.has_qk_norm else None,
-            attention_out=linears.linear(*reader.fused({f"{attention}.o_proj": hidden}, self._q_size)),
-            attention_post_gain=self._gain(f"{name}.post_attention_layernorm", hidden) if has_post_norms else None,
-            mlp=self._read_mlp(index, self._gain(mlp_norm, hidden)),
-            mlp_post_gain=self._gain(f"{name}.post_feedforward_layernorm", hidden) if has_post_norms else None,
+            attention_out=linears.linear(
+                *reader.fused({f"{attention}.o_proj": hidden}, config.q_size), is_residual=True
+            ),
+            attention_post_gain=self.gain(f"{name}.post_attention_layernorm", hidden) if has_post_norms else None,
+            mlp=self._mlp(index, self.gain(mlp_norm, hidden)),
+            mlp_post_gain=self.gain(f"{name}.post_feedforward_layernorm", hidden) if has_post_norms else None,
             window=config.window_of(index),
         )
 
     def _qk_gain(self, attention: str) -> Tensor:
-        config = self.config
-        q, k = (self._gain(f"{attention}.{part}_norm", config.head_dim) for part in "qk")
+        config = self._config
+        q, k = (self.gain(f"{attention}.{part}_norm", config.head_dim) for part in "qk")
         if config.query_scalar is not None:
             # Attention divides by the root of head_dim.
             q.mul_((config.head_dim / config.query_scalar) ** 0.5)
         return torch.cat([q.expand(config.num_heads, -1), k.expand(config.num_kv_heads, -1)])
 
-    def _read_mlp(self, index: int, gain: Tensor) -> Linear:
-        config, name = self.config, f"model.layers.{index}.mlp"
+    def _mlp(self, index: int, gain: Tensor) -> Linear:
+        config, name = self._config, f"model.layers.{index}.mlp"
         if config.experts is None or index not in config.experts.layers:
             return self._gated_mlp(name, gain, config.intermediate_size)
         return self._experts(name, gain, config.experts)
 
     def _gated_mlp(self, name: str, gain: Tensor, inner: int) -> GatedMLP:
-        hidden, has_bias = self.config.hidden_size, self.config.mlp_bias
+        hidden, has_bias = self._config.hidden_size, self._config.mlp_bias
         gate_up = self._reader.fused({f"{name}.gate_proj": inner, f"{name}.up_proj": inner}, hidden, has_bias=has_bias)
         down = self._reader.fused({f"{name}.down_proj": hidden}, inner, has_bias=has_bias)
         return GatedMLP(
-            self._linears.normed(gain, *gate_up, self.config.rms_norm_eps),
-            self._linears.linear(*down),
-            self.config.family.activation,
+            self._linears.normed(gain, *gate_up, self._config.rms_norm_eps),
+            self._linears.linear(*down, is_residual=True),
+            self._config.family.activation,
         )
 
     def _experts(self, name: str, gain: Tensor, experts: ExpertsConfig) -> Experts:
-        router = self._reader.fused({f"{name}.gate": experts.num_experts}, self.config.hidden_size)
+        router = self._reader.fused({f"{name}.gate": experts.num_experts}, self._config.hidden_size)
         return Experts(
-            make_linears("float32").normed(gain, *router, self.config.rms_norm_eps),
+            self._linears.router(gain, *router, self._config.rms_norm_eps),
             [
                 self._gated_mlp(f"{name}.experts.{expert}", gain, experts.intermediate_size)
                 for expert in range(experts.num_experts)

@@ -40,17 +40,32 @@ class Linears(Protocol):
     @property
     def row_multiple(self) -> int: ...
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear: ...
+    def embedding(self, weight: Tensor) -> Tensor:
+        """The table whose rows the hidden states begin as: they may live in another basis than the files'."""
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None, *, is_residual: bool = False) -> Linear:
+        """``is_residual``: the result is added to the hidden states as it is."""
 
     def normed(self, gain: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> NormedLinear:
         """``gain`` is what the normalised row is multiplied with: families that store gain - 1 add the 1 first."""
 
+    def router(self, gain: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> NormedLinear:
+        """As :meth:`normed`, for results that choose: never quantised."""
 
-def make_linears(dtype: str) -> Linears:
-    """The products of a resolved dtype (never ``auto``)."""
+
+def make_linears(dtype: str, *, may_rotate: bool = True) -> Linears:
+    """The products of a resolved dtype (never ``auto``).
+
+    ``may_rotate``: the hidden states are read by :meth:`Linears.normed` only and written by the embedding and residual
+    products only, so their basis is free.
+    """
     from engine.model.linear_bfloat16 import Bfloat16Linears
     from engine.model.linear_float32 import Float32Linears
     from engine.model.linear_int8 import Int8Linears
 
-    makers: dict[str, type[Linears]] = {"float32": Float32Linears, "bfloat16": Bfloat16Linears, "int8": Int8Linears}
-    return makers[dtype]()
+    if dtype == "int8":
+        return Int8Linears(may_rotate=may_rotate)
+    if dtype == "bfloat16":
+        return Bfloat16Linears()
+    assert dtype == "float32", f"{dtype} is no resolved dtype"
+    return Float32Linears()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.model.linear import ROW_MULTIPLE
-from engine.model.linear_float32 import has_packed_kernel
+from engine.model.linear_float32 import Float32NormedLinear, has_packed_kernel
 
 
 class Bfloat16Linear:
@@ -49,8 +49,14 @@ class Bfloat16NormedLinear:
 class Bfloat16Linears:
     row_multiple = ROW_MULTIPLE
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Bfloat16Linear:
+    def embedding(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None, *, is_residual: bool = False) -> Bfloat16Linear:
         return Bfloat16Linear(weight, bias)
 
     def normed(self, gain: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Bfloat16NormedLinear:
         return Bfloat16NormedLinear(gain, weight, bias, eps)
+
+    def router(self, gain: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Float32NormedLinear:
+        return Float32NormedLinear(gain, weight, bias, eps)

@@ -75,8 +75,14 @@ class Float32NormedLinear:
 class Float32Linears:
     row_multiple = ROW_MULTIPLE
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Float32Linear:
+    def embedding(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None, *, is_residual: bool = False) -> Float32Linear:
         return Float32Linear(weight, bias)
 
     def normed(self, gain: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Float32NormedLinear:
+        return Float32NormedLinear(gain, weight, bias, eps)
+
+    def router(self, gain: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Float32NormedLinear:
         return Float32NormedLinear(gain, weight, bias, eps)

@@ -7,6 +7,9 @@ needed. A scale per tensor (``quantized.linear_dynamic``) would let a neighbour 
 A norm before a product costs two numbers a row: with the gain folded into the weight, ``rms_norm(x) = x / rms(x)``
 differs from ``x / max|x|`` by a factor, which joins the output's scale.
 
+The hidden states are kept in a rotated basis (:mod:`engine.model.rotation`): in the files' own, a row's largest
+number is so far above the others that 8 bits lose them.
+
 The kernel (FBGEMM's, VNNI where the processor has it) quantises inside the product. It takes its weights as a quantised
 tensor, a type that torch means to remove (pytorch issue 184982): without it oneDNN's product on plain integers serves.
 """
@@ -15,7 +18,12 @@ import warnings
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from engine.model.linear import ROW_MULTIPLE
+from engine.model.linear_float32 import Float32NormedLinear
+from engine.model.rotation import rotation
 
 LEVELS = 127
 ZERO_POINT = 128
@@ -100,11 +108,14 @@ class Int8Linear:
 
 
 class Int8NormedLinear:
-    def __init__(self, gain: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> None:
-        self._product = make_product(weight * (gain * len(gain) ** 0.5))
+    """The gain is in the weight already."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float) -> None:
+        size = weight.shape[1]
+        self._product = make_product(weight * size**0.5)
         self._bias = bias
         # max / sqrt(mean(x^2) + eps) = max sqrt(size) / hypot(norm(x), sqrt(size eps)); sqrt(size) is in the weight.
-        self._least = torch.tensor((len(gain) * eps) ** 0.5)
+        self._least = torch.tensor((size * eps) ** 0.5)
 
     def __call__(self, x: Tensor) -> Tensor:
         peak = _peak(x)
@@ -116,11 +127,42 @@ class Int8NormedLinear:
 class Int8Linears:
     row_multiple = 1
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Int8Linear:
-        return Int8Linear(weight, bias)
+    def __init__(self, *, may_rotate: bool = True) -> None:
+        self._may_rotate = may_rotate
+        self._rotations: dict[int, Tensor] = {}
+
+    def _rotated(self, rows: Tensor) -> Tensor:
+        """Rows of the width of the hidden states in their basis."""
+        if not self._may_rotate:
+            return rows
+        size = rows.shape[-1]
+        if size not in self._rotations:
+            self._rotations[size] = rotation(size)
+        return rows @ self._rotations[size]
+
+    def embedding(self, weight: Tensor) -> Tensor:
+        return self._rotated(weight)
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None, *, is_residual: bool = False) -> Int8Linear:
+        if not is_residual:
+            return Int8Linear(weight, bias)
+        return Int8Linear(self._rotated(weight.T).T.contiguous(), None if bias is None else self._rotated(bias))
 
     def normed(self, gain: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Int8NormedLinear:
-        return Int8NormedLinear(gain, weight, bias, eps)
+        return Int8NormedLinear(self._rotated(weight * gain), bias, eps)
+
+    def router(self, gain: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> "_PaddedNormedLinear":
+        return _PaddedNormedLinear(Float32NormedLinear(torch.ones_like(gain), self._rotated(weight * gain), bias, eps))
+
+
+class _PaddedNormedLinear:
+    """A float32 product in steps whose rows are not padded."""
+
+    def __init__(self, inner: Float32NormedLinear) -> None:
+        self._inner = inner
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._inner(F.pad(x, (0, 0, 0, -len(x) % ROW_MULTIPLE)))[: len(x)]
 
 
 def _peak(x: Tensor) -> Tensor:

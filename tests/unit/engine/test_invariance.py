@@ -11,6 +11,7 @@ from engine.model import linear_float32, linear_int8
 from engine.model.keys import KEY_TILE
 from engine.model.linear import ROW_MULTIPLE, make_linears
 from engine.model.linear_float32 import Float32Linear
+from engine.model.rotation import rotation
 
 ROWS = (*range(ROW_MULTIPLE, 65, ROW_MULTIPLE), 72, 96, 128, 160, 252, 256, 320, 384, 508, 512)
 
@@ -70,7 +71,7 @@ def test_products_are_near_those_of_double_precision(dtype: str, bound: float) -
     generator = torch.Generator().manual_seed(0)
     weight, bias = torch.randn(96, 160, generator=generator), torch.randn(96, generator=generator)
     gain, x = torch.rand(160, generator=generator) + 0.5, torch.randn(12, 160, generator=generator) * 3
-    linears = make_linears(dtype)
+    linears = make_linears(dtype, may_rotate=False)
     exact = x.double() @ weight.double().T
     normed = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt() * gain
     for y, expected in (
@@ -85,8 +86,26 @@ def test_products_are_near_those_of_double_precision(dtype: str, bound: float) -
     assert (residual - 1 - exact - bias).norm() / exact.norm() < bound
 
 
+@pytest.mark.parametrize("size", [8, 32, 48, 576, 7])
+def test_rotated_hidden_states_give_the_same_products(size: int) -> None:
+    turn = rotation(size)
+    assert torch.allclose(turn.T @ turn, torch.eye(size), atol=1e-5)
+    generator = torch.Generator().manual_seed(0)
+    table, weight = torch.randn(12, size, generator=generator), torch.randn(24, size, generator=generator)
+    table[:, 3] *= 60  # a channel that towers above the others
+    gain, inner = torch.rand(size, generator=generator) + 0.5, torch.randn(size, 24, generator=generator)
+    x = torch.randn(12, 24, generator=generator)
+    plain, turned = make_linears("float32"), make_linears("int8")
+    hidden, turned_hidden = table.clone(), turned.embedding(table)
+    plain.linear(inner.clone(), table[0], is_residual=True).add_to(hidden, x)
+    turned.linear(inner.clone(), table[0], is_residual=True).add_to(turned_hidden, x)
+    expected = plain.normed(gain, weight.clone(), None, 1e-5)(hidden)
+    error = turned.normed(gain, weight.clone(), None, 1e-5)(turned_hidden) - expected
+    assert error.norm() / expected.norm() < 0.03
+
+
 def test_a_row_of_zeros_stays_one() -> None:
-    linears, ones = make_linears("int8"), torch.ones(8, 8)
+    linears, ones = make_linears("int8", may_rotate=False), torch.ones(8, 8)
     for linear in (linears.linear(ones), linears.normed(ones[0], ones, None, 1e-5)):
         assert torch.equal(linear(torch.zeros(3, 8)), torch.zeros(3, 8))
 
