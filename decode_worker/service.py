@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from bisect import bisect, insort
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -99,8 +99,7 @@ class DecodeRole:
     async def stop(self) -> None:
         self._is_stopping = True
         stopped = WorkerDraining("the decode worker is stopping", worker_id=self._context.worker_id)
-        for admission in list(self._admissions.values()):
-            await self._end(admission, stopped)
+        await self._end_all(list(self._admissions.values()), stopped)
         for outbox in self._outboxes.values():
             outbox.close()
         await self._scope.close()
@@ -144,8 +143,7 @@ class DecodeRole:
             for key, admission in self._admissions.items()
             if key.request_id == request.request_id and request.attempt in (0, key.attempt)
         ]
-        for admission in wanted:
-            await self._end(admission, None)
+        await self._end_all(wanted, None)
         return AbortReply(found=bool(wanted), num_custody_blocks=self._context.engine.pool.counts().custody)
 
     async def outputs(
@@ -241,6 +239,10 @@ class DecodeRole:
             del self._admissions[admission.key]
             admission.state = AdmissionState.OVER
             await asyncio.shield(self._scope.spawn(self._give_back(admission, error), name="give-back"))
+
+    async def _end_all(self, admissions: Iterable[Admission], error: ServingError | None) -> None:
+        """At once: each waits for the running step, all of them for the same one."""
+        await asyncio.gather(*[self._end(admission, error) for admission in admissions])
 
     async def _give_back(self, admission: Admission, error: ServingError | None) -> None:
         """Everything is given back, then the gateway is told (if it must be)."""
@@ -362,7 +364,7 @@ class DecodeRole:
             log.warning("gateway lost", extra={"gateway_id": outbox.gateway_id, "requests": len(lost)})
         for admission in lost:
             self._tombstones.add(RequestId(admission.key.request_id), admission.key.attempt)
-            await self._end(admission, None)
+        await self._end_all(lost, None)
 
 
 def _rank(admission: Admission) -> tuple[int, int]:
