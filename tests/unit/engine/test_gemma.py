@@ -13,6 +13,7 @@ from modelfiles import ModelFiles, open_model
 from tests.support.engine_runs import assert_same_bits, make_sequence, run, teacher_forced
 from tests.support.hf_reference import HfReference
 
+pytestmark = pytest.mark.timeout(300)  # two copies of the weights are unpacked
 NUM_TOKENS = 12
 LINE = "In the beginning there was nothing but a long list of words. The list was read by a small machine. "
 PROMPTS = {
@@ -53,7 +54,7 @@ def test_greedy_answers_are_sensible_and_the_references(prompt: str, gemma: Gemm
     reference.check_greedy(tokens, answer, lambda given: teacher_forced(engine, given, last=4))
     error = (teacher_forced(engine, tokens, last=4) - reference.logits(tokens, last=4)).abs()
     print(f"{len(tokens)} tokens: largest error {error.max():.1e}, mean {error.mean():.1e}")
-    assert error.mean() <= 2e-5
+    assert error.mean() <= 5e-5  # of scores around 40
 
 
 def test_bits_are_those_of_the_solo_run(gemma: Gemma) -> None:
