@@ -4,6 +4,7 @@ The only module that reads or writes the process environment. No ``None`` for "a
 start (block count, vocabulary) are not configuration.
 """
 
+import ctypes
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -429,6 +430,21 @@ def set_worker_environment(num_threads: int) -> None:
     transports = os.environ.get("UCX_TLS")
     if transports and "tcp" not in transports.split(",") and transports != "all" and not transports.startswith("^"):
         os.environ["UCX_TLS"] = f"{transports},tcp"
+    _keep_freed_memory()
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc serve large tensors from its heap: mapped and unmapped in every step, their pages would fault each time
+    (40 % of a worker's faults, measured). Elsewhere nothing happens.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):
+        return
+    trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # M_* of malloc.h
+    mallopt(mmap_threshold, 1 << 30)
+    mallopt(trim_threshold, 1 << 30)
+    mallopt(top_pad, 64 << 20)
 
 
 def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
