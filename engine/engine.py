@@ -107,6 +107,7 @@ class Engine:
             if model is None
             else model
         )
+        assert self.model.dtype == self.format.compute_dtype, "shared weights are of one dtype"
         self.cache = KVCache(shape, self.limits.num_blocks)
         self._mirror = KVMirror(self.cache, max_bytes=config.mirror_bytes, max_seats=config.max_sequences)
         self.pool = BlockPool(self.limits.num_blocks)

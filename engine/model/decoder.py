@@ -40,6 +40,7 @@ class Decoder:
     def __init__(self, files: ModelFiles, *, max_context: int, dtype: str = "float32") -> None:
         reader = WeightReader(files)
         self.config = config = files.config
+        self.dtype = dtype
         self._linears = make_linears(dtype, may_rotate=not files.config.family.has_post_norms)
         read = _LayerReader(config, reader, self._linears)
         hidden, head_dim = config.hidden_size, config.head_dim

@@ -94,3 +94,29 @@ class TestSeats:
         assert mirror.used_bytes == 2 * seat_bytes
         assert mirror.seat_all([]) == []
         assert mirror.used_bytes == 0
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype"), DTYPES)
+def test_bits_of_every_exact_dtype_do_not_depend_on_company_chunks_or_blocks(
+    tiny_files: RandomLlama, dtype: str, kv_dtype: str
+) -> None:
+    rng = random.Random(7)
+    prompts = [rng.choices(range(3, 101), k=length) for length in (150, 3, 40, 97, 1)]
+
+    def engine(**changes: int) -> Engine:
+        config = EngineConfig(
+            **{"num_blocks": 400, "block_size": 16, "max_step_tokens": 512, "max_sequences": 8, **changes},  # type: ignore[arg-type]
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+        )
+        return Engine(tiny_files, config)  # type: ignore[arg-type]
+
+    alone = []
+    for tokens in prompts:
+        sequence = make_sequence(tokens, max_tokens=20, ignore_eos=True)
+        alone.append(run(engine(), sequence).scores[sequence.key])
+    for changes in ({}, {"block_size": 24}, {"max_step_tokens": 11}, {"max_step_tokens": 64, "max_sequences": 3}):
+        sequences = [make_sequence(tokens, max_tokens=20, ignore_eos=True) for tokens in prompts]
+        together = run(engine(**changes), *sequences)
+        for sequence, expected in zip(sequences, alone, strict=True):
+            assert_same_bits(together.scores[sequence.key], expected)
