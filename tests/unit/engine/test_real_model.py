@@ -78,7 +78,7 @@ def test_the_capital_of_france(real_files: ModelFiles, alone: Any) -> None:
         {"max_step_tokens": 512},
         {"max_step_tokens": 64, "block_size": 8, "num_blocks": 600},
         {"max_step_tokens": 7, "max_sequences": 7, "block_size": 32},
-        {"num_blocks": 24},
+        {"num_blocks": 24, "projected_tokens": 1},
     ],
     ids=["together", "chunks of 64, blocks of 8", "chunks of 7, blocks of 32", "preempted"],
 )
