@@ -42,14 +42,16 @@ async def test_a_full_queue_is_not_overtaken_and_nothing_is_reserved_twice(engin
     async with LocalCluster(lambda worker_id: NixlBackend(), *settings, engines=engines) as cluster:
         context = cluster.workers["decode-0"].context
         pool = context.engine.pool
-        others = pool.reserve(pool.counts().free - 4)
-        long = asyncio.create_task(cluster.complete("Once upon a time", max_tokens=100, ignore_eos=True))
-        failpoints = context.failpoints
-        await _until_hit(failpoints, "decode.admit", long)
-        short = asyncio.create_task(cluster.complete("The capital of France is", max_tokens=3))
-        await _until_hit(failpoints, "decode.admit", short)
-        assert not short.done() and pool.counts().reserved == others.remaining, "the longer one was there first"
-        others.release()
+        others = pool.reserve(pool.num_unpromised - 4)  # what is cached can be had too
+        try:
+            long = asyncio.create_task(cluster.complete("Once upon a time", max_tokens=100, ignore_eos=True))
+            failpoints = context.failpoints
+            await _until_hit(failpoints, "decode.admit", long)
+            short = asyncio.create_task(cluster.complete("The capital of France is", max_tokens=3))
+            await _until_hit(failpoints, "decode.admit", short)
+            assert not short.done() and pool.counts().reserved == others.remaining, "the longer one was there first"
+        finally:
+            others.release()
         for answer in (await long, await short):
             assert answer["choices"][0]["text"]
         await _until_idle(cluster)
