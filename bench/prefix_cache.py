@@ -5,6 +5,7 @@ of the first, and the tokens that each computed. CPU time of the step thread, th
 """
 
 import argparse
+import sys
 import time
 
 from core.config import DEFAULT_MODEL, set_worker_environment
@@ -15,7 +16,7 @@ TARGET = 0.2
 """Of the ratio when nine tenths are shared."""
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(prog="bench.prefix_cache", description=__doc__)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--tokens", type=int, default=640, help="of each prompt")
@@ -23,7 +24,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=3)
     options = parser.parse_args()
     set_worker_environment(1)  # before torch
-    measure(options.model, options.tokens, options.shared, options.pairs)
+    return 0 if measure(options.model, options.tokens, options.shared, options.pairs) <= TARGET else 1
 
 
 def measure(model: str, num_tokens: int, shared: float, num_pairs: int) -> float:
@@ -71,4 +72,4 @@ def measure(model: str, num_tokens: int, shared: float, num_pairs: int) -> float
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
