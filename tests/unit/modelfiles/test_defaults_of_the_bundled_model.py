@@ -9,9 +9,9 @@ from modelfiles.config import GenerationDefaults
 from modelfiles.model import open_model
 
 
-def test_the_bundled_model_answers_as_its_card_recommends() -> None:
+def test_the_bundled_model_is_greedy_unless_asked_otherwise() -> None:
     defaults = open_model("smollm2-135m-instruct").generation_defaults
-    assert (defaults.temperature, defaults.top_p, defaults.max_new_tokens) == (0.2, 0.9, None)
+    assert (defaults.temperature, defaults.top_p, defaults.max_new_tokens) == (0.0, None, None)
 
 
 def test_a_file_is_not_overruled_by_a_recommendation() -> None:
@@ -24,6 +24,6 @@ def test_a_file_is_not_overruled_by_a_recommendation() -> None:
 def test_the_operator_has_the_last_word() -> None:
     config = load_config(overrides=["models.0.generation={temperature: 0.7, max_new_tokens: 40}"], environ={})
     defaults = ServedModel.load(config.models[0]).defaults
-    assert (defaults.temperature, defaults.top_p, defaults.max_new_tokens) == (0.7, 0.9, 40)
+    assert (defaults.temperature, defaults.top_p, defaults.max_new_tokens) == (0.7, None, 40)
     with pytest.raises(ConfigError, match="top_p is 2"):
         load_config(overrides=["models.0.generation.top_p=2"], environ={})
