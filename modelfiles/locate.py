@@ -30,7 +30,7 @@ class Packaged:
     sha256: str = ""
     """Of the joined parts."""
     generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
-    """What its authors recommend, where the file itself is silent."""
+    """For requests that are silent, where the file itself is silent too."""
 
 
 ALIASES = {

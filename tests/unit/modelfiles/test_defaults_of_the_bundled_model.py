@@ -1,4 +1,4 @@
-"""What a silent request gets: the operator's word, else the model's files, else what its authors recommend."""
+"""What a silent request gets: the operator's word, else the model's files, else the default of the alias."""
 
 import pytest
 
