@@ -26,8 +26,9 @@ KILL_POINTS = {
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ProcessCluster]:
     """Every kill point is configured, and acts only when its file exists."""
     arm = tmp_path_factory.mktemp("arm")
-    failpoints = json.dumps({p: f"when:{arm / p}:kill" for points in KILL_POINTS.values() for p in points})
-    async with ProcessCluster(tmp_path_factory.mktemp("logs"), f"failpoints={failpoints}") as cluster:
+    actions = {p: f"when:{arm / p}:kill" for points in KILL_POINTS.values() for p in points}
+    actions["worker.step"] = f"when:{arm / 'worker.step'}:pause:60"
+    async with ProcessCluster(tmp_path_factory.mktemp("logs"), f"failpoints={json.dumps(actions)}") as cluster:
         cluster.arm = arm  # type: ignore[attr-defined]
         yield cluster
 
@@ -58,12 +59,13 @@ async def test_the_prefill_worker_dies_in_mid_prefill(cluster: ProcessCluster) -
     prompt = of_length(open_model(MODEL).tokenizer(), 1500)
     expected = (await cluster.complete(prompt, max_tokens=6, ignore_eos=True))["choices"][0]["token_ids"]
     before = await _incarnation(cluster, "prefill-0")
-    asked = asyncio.create_task(cluster.complete(prompt, max_tokens=6, ignore_eos=True))
+    armed: Path = cluster.arm / "worker.step"  # type: ignore[attr-defined]
+    armed.touch()  # the next step stops where it begins: it is P's, D has nothing to compute
+    # Another salt: with the first run's blocks cached there would be hardly a prefill to die in.
+    asked = asyncio.create_task(cluster.complete(prompt, max_tokens=6, ignore_eos=True, cache_salt="another"))
 
-    def is_computing(status: ClusterStatus) -> bool:
-        return any(w.registration.worker_id == "prefill-0" and w.load.num_running > 0 for w in status.workers)
-
-    await cluster.wait_for("a running prefill", is_computing, 20)
+    await cluster.wait_for("a step of the prefill", lambda _: not armed.exists(), 20)
+    assert not asked.done()
     cluster.kill("prefill-0")
     assert (await asked)["choices"][0]["token_ids"] == expected
     assert await _incarnation(cluster, "prefill-0") != before
