@@ -13,9 +13,9 @@ their own poll; a grant that is known stays usable (equal digests suffice withou
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from core.errors import PeerLost, ServingError, error_from_slug
 from core.handoff import (
@@ -49,6 +49,17 @@ _REMEMBERED = 1024
 """Hand-offs given up before their grant came."""
 
 
+class HandoffStream(Protocol):
+    """The control stream to one incarnation of a prefill worker (``rpc.clients.HandoffClient``)."""
+
+    def connect(self, messages: AsyncIterator[ToHolder]) -> AsyncIterator[ToReader]: ...
+    async def close(self) -> None: ...
+
+
+Dial = Callable[[WorkerAddress], HandoffStream]
+"""Makes a stream; the I/O begins with ``connect``."""
+
+
 @dataclass(slots=True, kw_only=True)
 class _Expected:
     """A hand-off we opened. ``lease`` is known from Sealed on; it is renewed until released."""
@@ -61,10 +72,13 @@ class _Expected:
 class Holder:
     """The control stream to one incarnation of a prefill worker. Event loop only."""
 
-    def __init__(self, context: WorkerContext, transfers: TransferThread, me: PeerInfo, address: WorkerAddress) -> None:
+    def __init__(
+        self, context: WorkerContext, transfers: TransferThread, me: PeerInfo, address: WorkerAddress, dial: Dial
+    ) -> None:
         self._context = context
         self._transfers = transfers
         self._me = me
+        self._dial = dial
         self.address = address
         self._outgoing: asyncio.Queue[ToHolder] = asyncio.Queue()
         self._expected: dict[HandoffId, _Expected] = {}
@@ -75,7 +89,7 @@ class Holder:
 
     async def run(self) -> None:
         """Dial and serve until the stream ends."""
-        client = HandoffClient(self.address)
+        client = self._dial(self.address)
         renewals = asyncio.create_task(self._renew(), name="handoff-renew")
         error: ServingError = PeerLost(f"{self.address.worker_id} closed the hand-off stream")
         try:
@@ -195,10 +209,13 @@ class Holder:
 class Holders:
     """All holders of this decode worker, dialled on demand."""
 
-    def __init__(self, context: WorkerContext, transfers: TransferThread, me: PeerInfo) -> None:
+    def __init__(
+        self, context: WorkerContext, transfers: TransferThread, me: PeerInfo, *, dial: Dial = HandoffClient
+    ) -> None:
         self._context = context
         self._transfers = transfers
         self._me = me
+        self._dial = dial
         self._scope = TaskScope("holders")
         self._holders: dict[Incarnation, Holder] = {}
 
@@ -209,7 +226,7 @@ class Holders:
             for other in list(self._holders.values()):
                 if other.is_lost:
                     del self._holders[other.address.incarnation]
-            holder = Holder(self._context, self._transfers, self._me, address)
+            holder = Holder(self._context, self._transfers, self._me, address, self._dial)
             self._holders[address.incarnation] = holder
             self._scope.spawn(holder.run(), name=address.worker_id)
         return holder

@@ -44,12 +44,13 @@ from core.types import (
     TokenChunk,
     WorkerLoad,
 )
-from decode_worker.holders import Holders
+from decode_worker.holders import Dial, Holders
 from decode_worker.intake import Admission, AdmissionState, Intake
 from decode_worker.outbox import Outbox
 from engine.engine import SequenceOutput, StepResult
 from engine.sequence import SequenceKey
 from kvtransfer.transfer_thread import TransferThread
+from rpc.clients import HandoffClient
 from rpc.server import RpcServer
 from worker.context import Tombstones, WorkerContext
 
@@ -59,10 +60,12 @@ log = logging.getLogger(__name__)
 class DecodeRole:
     """See worker/context.py for the contract of a role, proto/decode.proto for that of the calls."""
 
-    def __init__(self, context: WorkerContext, transfers: TransferThread, me: PeerInfo) -> None:
+    def __init__(
+        self, context: WorkerContext, transfers: TransferThread, me: PeerInfo, *, dial: Dial = HandoffClient
+    ) -> None:
         self._context = context
         self._transfers = transfers
-        self._holders = Holders(context, transfers, me)
+        self._holders = Holders(context, transfers, me, dial=dial)
         self._intake = Intake(context, transfers, self._holders)
         self._admissions: dict[SequenceKey, Admission] = {}
         self._queue: list[Admission] = []

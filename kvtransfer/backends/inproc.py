@@ -7,6 +7,9 @@ still writes late, as the real thing does. Time is counted in polls.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from core.errors import BackendFailed, LayoutMismatch, PeerLost
 from core.handoff import HandoffOutcome, LinkInfo, PeerInfo
 from kvtransfer.backends.base import DONE, PENDING, Batch, Identity, Link, Op, OpState, OpStatus, check_bounds
@@ -26,6 +29,10 @@ class Fault:
     """With ``fail``: so many bytes are written before."""
     flip: tuple[int, int] | None = None
     """(byte of the operation, mask to xor): corrupted in flight."""
+    mangle: Callable[[NDArray[np.uint8]], None] | None = None
+    """May change what the operation has brought, all its bytes in the order of its copies: corrupted in flight."""
+    between: tuple[int, Callable[[], None]] | None = None
+    """(bytes, what happens after so many of them were read): the source changes within the operation."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +52,8 @@ class Fabric:
         self._held: list[_InprocOp] = []
         self.on_post: FaultHook | None = None
         """Called for each operation; its Fault applies."""
+        self.on_move: Callable[[Identity, Batch], None] | None = None
+        """Called just before bytes of an operation are written into the memory of its reader."""
         self.on_done: Callable[[Batch], None] | None = None
         """Called after the bytes of an operation were moved, before it is seen as DONE."""
 
@@ -154,13 +163,37 @@ class InprocBackend:
     def _move(self, batch: Batch, peer: PeerInfo, fault: Fault, *, limit: int | None) -> None:
         remote_base, _ = region_of(peer, batch.remote_region)
         local_base = self._regions[batch.local_region].memory.address
-        done = 0
+        if self._fabric.on_move is not None and self._identity is not None:
+            self._fabric.on_move(self._identity, batch)
+        pause_at, happen = fault.between or (0, None)
+        done, targets = 0, []
         for remote_offset, local_offset, num_bytes in batch.copies:
             take = num_bytes if limit is None else min(num_bytes, limit - done)
             if take <= 0:
-                return
-            target = view_memory(local_base + local_offset, take)
-            target[:] = view_memory(remote_base + remote_offset, take)
+                break
+            target, source = (
+                view_memory(local_base + local_offset, take),
+                view_memory(remote_base + remote_offset, take),
+            )
+            if happen is not None and done <= pause_at < done + take:
+                target[: pause_at - done] = source[: pause_at - done]
+                happen()
+                target[pause_at - done :] = source[pause_at - done :]
+            else:
+                target[:] = source
             if fault.flip is not None and done <= fault.flip[0] < done + take:
                 target[fault.flip[0] - done] ^= fault.flip[1]
+            targets.append(target)
             done += take
+        if fault.mangle is not None:
+            _mangle(fault.mangle, targets)
+
+
+def _mangle(change: Callable[[NDArray[np.uint8]], None], targets: list[NDArray[np.uint8]]) -> None:
+    """Let ``change`` see (and change) scattered bytes as one array."""
+    joined = np.concatenate(targets)
+    change(joined)
+    start = 0
+    for target in targets:
+        target[:] = joined[start : start + target.nbytes]
+        start += target.nbytes

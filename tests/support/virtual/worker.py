@@ -1,0 +1,222 @@
+"""A prefill or decode worker as a process of the virtual loop: the product's roles, export, holders, intake, leases,
+custody and transfer loop, over the content engine and the inproc backend."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, cast
+
+from core.config import ClusterConfig
+from core.failpoints import Failpoints
+from core.handoff import PeerInfo
+from core.ids import Incarnation, WorkerId
+from core.telemetry import Telemetry
+from core.types import Role, WorkerAddress
+from decode_worker.service import DecodeRole
+from engine.engine import Engine, StepResult
+from engine.sequence import Sequence
+from kvtransfer.backends.base import Identity
+from kvtransfer.backends.inproc import Fabric
+from kvtransfer.custody import Custody
+from kvtransfer.digest import Digester
+from kvtransfer.layout import Region, kv_region
+from kvtransfer.lease import LeaseTable
+from kvtransfer.memory import Scratch
+from kvtransfer.slot import SlotMemory
+from kvtransfer.transfer_thread import TransferThread
+from prefill_worker.service import PrefillRole
+from tests.support.virtual.content_engine import FORMAT, ContentEngine
+from tests.support.virtual.loop import Process
+from worker.context import WorkerContext
+
+_STEP_S = 0.002
+_COMMAND_S = 0.0002
+_MIN_TURN_S, _MAX_TURN_S = 0.0002, 0.05
+
+Reach = Callable[["VirtualWorker", str], Awaitable[None]]
+
+
+class _Failpoints(Failpoints):
+    """Every failpoint is reached, and the one who injects faults hears of it."""
+
+    def __init__(self, reach: Callable[[str], Awaitable[None]]) -> None:
+        super().__init__()
+        self._reach = reach
+
+    async def reach(self, name: str) -> None:
+        await self._reach(name)
+
+
+class VirtualSteps:
+    """The step thread as timers: commands between steps, steps while there is work."""
+
+    def __init__(self, engine: Engine, on_step: Callable[[StepResult, float, float], None]) -> None:
+        self._engine = engine
+        self._on_step = on_step
+        self._is_stepping = False
+
+    async def call(self, command: Callable[[Engine], Any]) -> Any:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+        loop.call_later(_COMMAND_S, self._perform, command, future)
+        return await asyncio.shield(future)
+
+    def _perform(self, command: Callable[[Engine], Any], future: asyncio.Future[Any]) -> None:
+        try:
+            future.set_result(command(self._engine))
+        except Exception as error:
+            future.set_exception(error)
+            future.exception()
+        self.wake()
+
+    def wake(self) -> None:
+        if not self._is_stepping and self._engine.has_work:
+            self._is_stepping = True
+            asyncio.get_running_loop().call_later(_STEP_S, self._step)
+
+    def _step(self) -> None:
+        self._is_stepping = False
+        if self._engine.has_work:
+            self._on_step(self._engine.step(), 0.0, 0.0)
+        self.wake()
+
+
+class VirtualTransferThread(TransferThread):
+    """The transfer thread with the loop in the place of the thread."""
+
+    _timer: asyncio.TimerHandle | None = None
+    _sleep_s = _MIN_TURN_S
+
+    def _submit(self, command: Callable[[], None]) -> bool:
+        accepted = super()._submit(command)
+        if accepted:
+            self._wake(_MIN_TURN_S)
+        return accepted
+
+    def _wake(self, sleep_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._sleep_s = sleep_s
+        self._timer = asyncio.get_running_loop().call_later(sleep_s, self._turn)
+
+    def _turn(self) -> None:
+        self._timer = None
+        self._take_commands(0.0)
+        if self._loop.turn():
+            self._wake(_MIN_TURN_S)
+        elif not self._loop.is_idle or self._loop.stats().num_retired_links:
+            self._wake(min(self._sleep_s * 2, _MAX_TURN_S))
+
+    def end(self) -> bool:
+        """As at the end of the thread."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._end()
+        return self._closed_clean
+
+
+class VirtualWorker:
+    """One incarnation. Everything in it belongs to ``process``."""
+
+    def __init__(
+        self,
+        *,
+        config: ClusterConfig,
+        role: Role,
+        address: WorkerAddress,
+        fabric: Fabric,
+        num_blocks: int,
+        telemetry: Telemetry,
+        reach: Reach,
+        on_wrong: Callable[[VirtualWorker, Sequence, int, int], None],
+        dial: Callable[[VirtualWorker, WorkerAddress], Any],
+    ) -> None:
+        self.address = address
+        self.role_name = role
+        self.num_blocks = num_blocks
+        self._config, self._telemetry, self._reach, self._dial = config, telemetry, reach, dial
+        self.process = Process(f"{address.worker_id}/{address.incarnation}")
+        self.engine = ContentEngine(num_blocks=num_blocks, on_wrong=partial(on_wrong, self))
+        self.backend = fabric.backend()
+        self.scratch, self.slots = Scratch(8), SlotMemory(config.transfer.max_leases)
+        self.process.run(self._compose)
+
+    def _compose(self) -> None:
+        config, engine, loop = self._config, self.engine, asyncio.get_running_loop()
+        transfer, geometry, model = config.transfer, engine.geometry, config.models[0]
+        self.steps = VirtualSteps(engine, lambda *step: loop.call_soon(self.role.on_step, *step))
+        self.context = WorkerContext(
+            config=config,
+            model=model,
+            pool_config=model.pools[self.role_name],
+            role=self.role_name,
+            worker_id=self.address.worker_id,
+            incarnation=self.address.incarnation,
+            clock=cast(Any, loop),
+            telemetry=self._telemetry,
+            failpoints=_Failpoints(partial(self._reach, self)),
+            engine=engine,
+            steps=cast(Any, self.steps),
+            digester=Digester.at_address(transfer.digest, geometry, engine.kv_region.address),
+            on_broken=lambda error: None,
+        )
+        link = self.backend.open(
+            Identity(worker_id=self.address.worker_id, incarnation=self.address.incarnation),
+            (
+                kv_region(engine.kv_region, geometry),
+                Region(memory=self.slots.region()),
+                Region(memory=self.scratch.region()),
+            ),
+        )
+        self.me = PeerInfo(
+            worker_id=self.address.worker_id,
+            incarnation=self.address.incarnation,
+            format=FORMAT,
+            geometry=geometry,
+            link=link,
+        )
+        self.custody = Custody(engine.pool)
+        self.transfers = VirtualTransferThread(
+            self.backend,
+            geometry=geometry,
+            scratch=self.scratch,
+            custody=self.custody,
+            clock=cast(Any, loop),
+            name="transfers",
+            stall_s=transfer.stall_s,
+            handshake_s=transfer.handshake_s,
+        )
+        self.leases = LeaseTable(
+            self.slots,
+            block_bytes=geometry.block_bytes,
+            lease_s=transfer.lease_s,
+            quota_bytes=int(geometry.num_blocks * transfer.held_fraction) * geometry.block_bytes,
+        )
+        if self.role_name is Role.PREFILL:
+            self.role: Any = PrefillRole(self.context, self.leases, self.me)
+        else:
+            self.role = DecodeRole(self.context, self.transfers, self.me, dial=partial(self._dial, self))
+        self.process.spawn(self.role.start(), name="start")
+
+    @property
+    def worker_id(self) -> WorkerId:
+        return self.address.worker_id
+
+    @property
+    def incarnation(self) -> Incarnation:
+        return self.address.incarnation
+
+    @property
+    def agent_name(self) -> str:
+        return self.me.link.agent_name
+
+    def is_idle(self) -> bool:
+        return bool(self.role.is_idle()) and self.engine.pool.counts().is_idle()
+
+    async def end(self) -> None:
+        """An orderly stop; afterwards nothing of the process is left."""
+        await self.process.spawn(self.role.stop(), name="stop")
+        self.transfers.end()
+        await self.process.bury()
