@@ -14,8 +14,9 @@ import heapq
 from asyncio import base_events
 from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 _PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
 
 WORK_S = 0.0005
@@ -78,7 +79,6 @@ class VirtualLoop(base_events.BaseEventLoop):
         super().__init__()
         self._now = 0.0
         self.set_task_factory(_make_task)
-        self.num_errors = 0
         self.errors: list[dict[str, Any]] = []
         self.set_exception_handler(lambda loop, context: self.errors.append(context))
 
@@ -87,6 +87,13 @@ class VirtualLoop(base_events.BaseEventLoop):
 
     now = time
     """So it is a :class:`core.clock.Clock` too."""
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """To its end, which is the loop's end too."""
+        try:
+            return self.run_until_complete(work)
+        finally:
+            self.close()
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         future: asyncio.Future[Any] = self.create_future()

@@ -22,9 +22,9 @@ def test_time_jumps_to_the_next_timer_and_a_wait_for_nothing_is_told() -> None:
                 await asyncio.Event().wait()
         return await asyncio.to_thread(loop.time)
 
-    assert 3605 <= loop.run_until_complete(sleeps()) < 3605.1
+    assert 3605 <= loop.run(sleeps()) < 3605.1
     with pytest.raises(NothingLeft):
-        loop.run_until_complete(asyncio.Event().wait())
+        VirtualLoop().run(asyncio.Event().wait())
 
 
 def test_a_stopped_process_does_nothing_until_it_goes_on_and_a_killed_one_never_again() -> None:
@@ -51,7 +51,7 @@ def test_a_stopped_process_does_nothing_until_it_goes_on_and_a_killed_one_never_
         await process.bury()
         assert not process.tasks
 
-    loop.run_until_complete(main())
+    loop.run(main())
 
 
 @pytest.mark.parametrize("digest", list(DigestKind))
@@ -71,5 +71,5 @@ def test_requests_run_through_the_virtual_cluster_and_leave_nothing(digest: Dige
         assert await cluster.until(lambda: all(worker.is_idle() for worker in cluster.workers), 30)
         await cluster.close()
 
-    loop.run_until_complete(main())
+    loop.run(main())
     assert not loop.errors
