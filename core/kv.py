@@ -5,6 +5,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
+from typing import NamedTuple
 
 from core.ids import BlockHash
 
@@ -45,25 +46,56 @@ class KVFormat:
 
 
 class KVOrder(StrEnum):
-    """Memory order of the KV tensor. Declared data: the planner must not assume it."""
+    """Memory order of a rank's KV, outermost dimension first. Declared data: the planner assumes none of them.
+
+    Nothing lies between the elements, so order and sizes give the strides (:attr:`KVGeometry.strides`).
+    """
 
     BLOCK_HEAD_LAYER = "block,kv_head,layer,kv,slot,head_dim"
+    """What our engine has: a block is one contiguous range, and so is a head of a block."""
+    LAYER_BLOCK_HEAD = "layer,kv,block,kv_head,slot,head_dim"
+    """A tensor for each layer ("HND"): a block is one range for each layer, K and V."""
+    LAYER_BLOCK_SLOT = "layer,kv,block,slot,kv_head,head_dim"
+    """A tensor for each layer ("NHD"): the heads of a token lie together, a head of a block does not."""
+
+    @property
+    def dimensions(self) -> tuple[str, ...]:
+        return tuple(self.value.split(","))
+
+
+class KVStrides(NamedTuple):
+    """Bytes from one element of a dimension to the next."""
+
+    block: int
+    kv_head: int
+    layer: int
+    kv: int
+    slot: int
+    head_dim: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVGeometry:
-    """How one worker lays KV out in its memory. Not hashed: the planner resolves unequal geometries."""
+    """How one rank of a worker lays KV out in its memory. Not hashed: the planner resolves unequal geometries.
+
+    A rank holds a box of the model: ``kv_head_range(rank, num_ranks, ...)`` times ``num_layers`` layers from
+    ``first_layer`` on.
+    """
 
     num_blocks: int
     block_size: int
     """Tokens of one block."""
     num_layers: int
+    """Layers that this rank holds."""
     num_kv_heads: int
-    """KV heads that this rank holds."""
+    """KV heads that *this rank* holds, on the wire too. Those of the model are ``KVFormat.num_kv_heads``."""
     head_dim: int
     dtype_bytes: int
     rank: int = 0
+    """Tensor-parallel rank."""
     num_ranks: int = 1
+    first_layer: int = 0
+    """Of the model's layers; not 0 in the later stages of a pipeline."""
     order: KVOrder = KVOrder.BLOCK_HEAD_LAYER
 
     @property
@@ -76,9 +108,46 @@ class KVGeometry:
         """Bytes of one block: all heads, all layers, K and V. One contiguous range in ``BLOCK_HEAD_LAYER``."""
         return self.num_kv_heads * self.head_bytes
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return self.num_blocks * self.block_bytes
+
+    @property
+    def strides(self) -> KVStrides:
+        sizes = {
+            "block": self.num_blocks,
+            "kv_head": self.num_kv_heads,
+            "layer": self.num_layers,
+            "kv": 2,
+            "slot": self.block_size,
+            "head_dim": self.head_dim,
+        }
+        strides, stride = {}, self.dtype_bytes
+        for dimension in reversed(self.order.dimensions):
+            strides[dimension] = stride
+            stride *= sizes[dimension]
+        return KVStrides(**strides)
+
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks needed for ``num_tokens`` tokens."""
         return -(-num_tokens // self.block_size)
+
+
+def kv_head_range(rank: int, num_ranks: int, num_kv_heads: int) -> range:
+    """The KV heads of the model that a tensor-parallel rank holds. ``num_kv_heads`` are *all* heads of the model.
+
+    As even as it goes; where there are more ranks than heads each rank holds one, and neighbours hold copies of the
+    same. A rule of the hand-off contract: both sides of a pair derive each other's heads from it.
+    """
+    first = rank * num_kv_heads // num_ranks
+    return range(first, max(first + 1, (rank + 1) * num_kv_heads // num_ranks))
+
+
+def ranks_with_kv_head(kv_head: int, num_ranks: int, num_kv_heads: int) -> range:
+    """The ranks that hold a KV head: the inverse of :func:`kv_head_range`. More than one where heads are replicated."""
+    last = -(-(kv_head + 1) * num_ranks // num_kv_heads) - 1
+    return range(min(last, -(-kv_head * num_ranks // num_kv_heads)), last + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,8 @@ _ERRORS: dict[HandoffOutcome, type[ServingError]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchRequest:
-    """READ ``remote_blocks[i]`` of the peer into ``local_blocks[i]``, then the lease slot."""
+    """READ the peer's blocks of a sequence into ours, then the lease slot. What both lists have slots for is moved, by
+    the position of its tokens."""
 
     transfer_id: int
     """Unique in this process."""
@@ -42,6 +43,10 @@ class FetchRequest:
     local_blocks: tuple[int, ...]
     lease: LeaseRef
     slot: int
+    first_remote_block: int = 0
+    """Place of ``remote_blocks[0]`` within the sequence, in blocks of the peer."""
+    first_local_block: int = 0
+    """Place of ``local_blocks[0]``, in blocks of ours."""
     deadline_s: float
     """From now; a fetch that is not over by then is ABORTED."""
 

@@ -15,11 +15,12 @@ from core.handoff import HandoffOutcome, LeaseRef, PeerInfo
 from core.ids import Incarnation, WorkerId
 from core.kv import KVGeometry
 from kvtransfer.backends.base import Backend, Batch, Link, Op, OpState
+from kvtransfer.copies import Copy
 from kvtransfer.custody import Custody
 from kvtransfer.fetch import FetchRequest, FetchResult, FetchTimes, Transfer, error_of
 from kvtransfer.memory import CELL_BYTES, REGION_KV, REGION_SCRATCH, REGION_SLOTS, Scratch
 from kvtransfer.peers import Peers
-from kvtransfer.plan import Copy, Plan, plan_blocks
+from kvtransfer.plan import NOTHING, Blocks, Plan, plan_blocks
 from kvtransfer.session import (
     SLOT_READ,
     Abort,
@@ -68,9 +69,6 @@ class Work:
     num_bytes: int = 0
 
 
-_NO_PLAN = Plan(chunks=(), num_bytes=0, num_copies=0)
-
-
 class TransferLoop:
     def __init__(
         self,
@@ -112,8 +110,8 @@ class TransferLoop:
             link = self._peers.find(peer)
             if link is None:
                 self._make_way(peer)
-                probe = self._session(_NO_PLAN, None, self._handshake_s)
-                self._waiting.append(Work(probe, self._backend.connect(peer), _NO_PLAN, 0, None))
+                probe = self._session(NOTHING, None, self._handshake_s)
+                self._waiting.append(Work(probe, self._backend.connect(peer), NOTHING, 0, None))
                 return
         except ServingError as error:
             self._connects_failed += 1
@@ -153,7 +151,12 @@ class TransferLoop:
 
         Raises LayoutMismatch for block ids outside the geometries; then nothing has changed.
         """
-        plan = plan_blocks(link.peer.geometry, self._geometry, request.remote_blocks, request.local_blocks)
+        peer = link.peer
+        plan = plan_blocks(
+            Blocks(geometry=peer.geometry, block_ids=request.remote_blocks, first_block=request.first_remote_block),
+            Blocks(geometry=self._geometry, block_ids=request.local_blocks, first_block=request.first_local_block),
+            num_kv_heads=peer.format.num_kv_heads,
+        )
         session = self._session(plan, request.lease, request.deadline_s)
         self._custody.begin(request.transfer_id, request.local_blocks)
         return Work(session, link, plan, request.slot, Transfer(request.transfer_id))
@@ -238,7 +241,7 @@ class TransferLoop:
         if key == SLOT_READ:
             assert work.cell is not None
             return SlotRead(self._scratch.read(work.cell))
-        num_bytes = sum(copy.num_bytes for copy in work.plan.chunks[key])
+        num_bytes = work.plan.chunks[key].num_bytes
         work.num_bytes += num_bytes
         self._bytes_received += num_bytes
         return Done(key)
@@ -272,8 +275,8 @@ class TransferLoop:
             return
         if key == SLOT_READ:
             assert work.cell is not None
-            copies: tuple[Copy, ...] = (Copy(work.slot * CELL_BYTES, work.cell * CELL_BYTES, CELL_BYTES),)
-            batch = Batch(remote_region=REGION_SLOTS, local_region=REGION_SCRATCH, copies=copies)
+            copy = Copy(work.slot * CELL_BYTES, work.cell * CELL_BYTES, CELL_BYTES)
+            batch = Batch(remote_region=REGION_SLOTS, local_region=REGION_SCRATCH, copies=(copy,))
         else:
             batch = Batch(remote_region=REGION_KV, local_region=REGION_KV, copies=work.plan.chunks[key])
         began = time.perf_counter()

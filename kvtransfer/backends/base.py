@@ -11,6 +11,7 @@ What every backend must hold (tests/contract/test_transfer_backends.py runs on a
   stop the bytes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -18,8 +19,8 @@ from typing import Protocol
 from core.errors import LayoutMismatch
 from core.handoff import HandoffOutcome, LinkInfo, PeerInfo
 from core.ids import Incarnation, WorkerId, format_incarnation
+from kvtransfer.copies import Copies, Copy
 from kvtransfer.layout import Region, region_of
-from kvtransfer.plan import Copy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +59,11 @@ class Batch:
 
     remote_region: str
     local_region: str
-    copies: tuple[Copy, ...]
+    copies: Sequence[Copy]
 
     @property
     def num_bytes(self) -> int:
-        return sum(copy.num_bytes for copy in self.copies)
+        return Copies.of(self.copies).num_bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -114,12 +115,13 @@ def check_bounds(batch: Batch, *, peer: PeerInfo, local: dict[str, Region]) -> N
         raise LayoutMismatch(f"no local region {batch.local_region!r}")
     local_bytes = local[batch.local_region].memory.num_bytes
     _, remote_bytes = region_of(peer, batch.remote_region)
-    for remote_offset, local_offset, num_bytes in batch.copies:
-        if num_bytes <= 0 or remote_offset < 0 or local_offset < 0:
-            raise LayoutMismatch(f"malformed copy of {num_bytes} bytes from {remote_offset} to {local_offset}")
-        if remote_offset + num_bytes > remote_bytes:
-            raise LayoutMismatch(
-                f"copy leaves {peer.worker_id}'s region {batch.remote_region!r} of {remote_bytes} bytes"
-            )
-        if local_offset + num_bytes > local_bytes:
-            raise LayoutMismatch(f"copy leaves the local region {batch.local_region!r} of {local_bytes} bytes")
+    rows = Copies.of(batch.copies).array
+    if not len(rows):
+        return
+    if rows[:, :2].min() < 0 or rows[:, 2].min() <= 0:
+        raise LayoutMismatch("a copy has a negative offset or no bytes")
+    remote_end, local_end = (rows[:, :2] + rows[:, 2:]).max(axis=0)
+    if remote_end > remote_bytes:
+        raise LayoutMismatch(f"copy leaves {peer.worker_id}'s region {batch.remote_region!r} of {remote_bytes} bytes")
+    if local_end > local_bytes:
+        raise LayoutMismatch(f"copy leaves the local region {batch.local_region!r} of {local_bytes} bytes")

@@ -30,6 +30,7 @@ from core.errors import BackendFailed, ConfigError, LayoutMismatch, PeerLost
 from core.handoff import HandoffOutcome, LinkInfo, PeerInfo
 from core.kv import MemoryRegion
 from kvtransfer.backends.base import DONE, PENDING, Batch, Identity, Link, Op, OpState, OpStatus, check_bounds
+from kvtransfer.copies import Copies
 from kvtransfer.layout import Region, region_of, unit_of
 
 log = logging.getLogger(__name__)
@@ -239,7 +240,7 @@ def _lost(link: Link) -> OpStatus:
 
 def _unit_indices(batch: Batch, unit: int) -> tuple[Any, Any] | None:
     """Indices into the prepared lists, or None when a copy is not made of whole units."""
-    copies = np.array(batch.copies, dtype=np.int64).reshape(-1, 3)
+    copies = Copies.of(batch.copies).array
     if (copies % unit).any():
         return None
     counts = copies[:, 2] // unit

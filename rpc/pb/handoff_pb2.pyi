@@ -76,7 +76,7 @@ class KVFormat(_message.Message):
     def __init__(self, model_digest: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., template_digest: _Optional[str] = ..., compute_dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., quantisation: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., protocol: _Optional[int] = ...) -> None: ...
 
 class KVGeometry(_message.Message):
-    __slots__ = ("num_blocks", "block_size", "num_layers", "num_kv_heads", "head_dim", "dtype_bytes", "rank", "num_ranks", "order")
+    __slots__ = ("num_blocks", "block_size", "num_layers", "num_kv_heads", "head_dim", "dtype_bytes", "rank", "num_ranks", "order", "first_layer")
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -86,6 +86,7 @@ class KVGeometry(_message.Message):
     RANK_FIELD_NUMBER: _ClassVar[int]
     NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
+    FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     block_size: int
     num_layers: int
@@ -95,7 +96,8 @@ class KVGeometry(_message.Message):
     rank: int
     num_ranks: int
     order: str
-    def __init__(self, num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype_bytes: _Optional[int] = ..., rank: _Optional[int] = ..., num_ranks: _Optional[int] = ..., order: _Optional[str] = ...) -> None: ...
+    first_layer: int
+    def __init__(self, num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype_bytes: _Optional[int] = ..., rank: _Optional[int] = ..., num_ranks: _Optional[int] = ..., order: _Optional[str] = ..., first_layer: _Optional[int] = ...) -> None: ...
 
 class AdvertisedRegion(_message.Message):
     __slots__ = ("name", "address", "num_bytes")

@@ -17,7 +17,7 @@ from kvtransfer.backends.base import Backend, Batch, Link, Op, OpState, OpStatus
 from kvtransfer.backends.inproc import Fabric
 from kvtransfer.fetch import FetchRequest, FetchResult
 from kvtransfer.memory import REGION_KV, REGION_SCRATCH, REGION_SLOTS
-from kvtransfer.plan import Copy, plan_blocks
+from kvtransfer.plan import Blocks, Copy, plan_blocks
 from kvtransfer.transfer_thread import TransferThread
 from kvtransfer.validate import check_read
 from tests.support.transfer_peer import PeerProcess
@@ -37,7 +37,9 @@ def finish(backend: Backend, op: Op, limit_s: float = LIMIT_S) -> OpStatus:
 
 
 def read_blocks(backend: Backend, link: Link, remote: list[int], local: list[int]) -> OpStatus:
-    plan = plan_blocks(GEOMETRY, GEOMETRY, remote, local)
+    plan = plan_blocks(
+        Blocks(geometry=GEOMETRY, block_ids=remote), Blocks(geometry=GEOMETRY, block_ids=local), num_kv_heads=HEADS
+    )
     statuses = [
         finish(backend, backend.post(link, Batch(remote_region=REGION_KV, local_region=REGION_KV, copies=chunk)))
         for chunk in plan.chunks

@@ -27,15 +27,17 @@ def peer_from_json(fields: dict[str, Any]) -> PeerInfo:
     link = dict(fields["link"])
     link["metadata"] = base64.b64decode(link["metadata"])
     link["regions"] = tuple((name, address, num_bytes) for name, address, num_bytes in link["regions"])
-    geometry = dict(fields["geometry"])
-    geometry["order"] = KVOrder(geometry["order"])
     return PeerInfo(
         worker_id=WorkerId(fields["worker_id"]),
         incarnation=Incarnation(fields["incarnation"]),
         format=KVFormat(**fields["format"]),
-        geometry=KVGeometry(**geometry),
+        geometry=geometry_from_json(fields["geometry"]),
         link=LinkInfo(**link),
     )
+
+
+def geometry_from_json(fields: dict[str, Any]) -> KVGeometry:
+    return KVGeometry(**{**fields, "order": KVOrder(fields["order"])})
 
 
 class PeerProcess:
@@ -131,4 +133,4 @@ def _say(fields: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), KVGeometry(**json.loads(sys.argv[3])))
+    main(sys.argv[1], int(sys.argv[2]), geometry_from_json(json.loads(sys.argv[3])))
