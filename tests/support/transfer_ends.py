@@ -133,14 +133,19 @@ class End:
 
     def fetch(self, holder: Answer, grant: Grant, **options: Any) -> int:
         """Begin to read a grant of a connected holder. See ``end_program`` for the options. Returns a number."""
+        self.tell_fetch(holder, grant, **options)
+        number: int = self._answer()["number"]
+        return number
+
+    def tell_fetch(self, holder: Answer, grant: Grant, **options: Any) -> None:
+        """The same for one that may be gone before it answers."""
         fields = {
             "lease": asdict(grant.lease),
             "slot": grant.slot,
             "blocks": list(grant.block_ids),
             "digests": grant.digests.hex(),
         }
-        number: int = self.ask("fetch", holder=holder["worker_id"], grant=fields, **options)["number"]
-        return number
+        self.tell("fetch", holder=holder["worker_id"], grant=fields, **options)
 
     def result(self, number: int) -> Answer:
         """How a fetch ended, whether it may be published and whether that is right. Waits for it."""
@@ -154,15 +159,12 @@ class End:
         return self._answer()
 
     def tell(self, what: str, **arguments: Any) -> None:
-        """Like ``ask``, but without waiting: the answer comes by ``answer``."""
+        """Ask without waiting for the answer."""
         try:
             self._lines.write(json.dumps({"do": what, **arguments}) + "\n")
             self._lines.flush()
         except OSError as error:
             raise EndDied(what) from error
-
-    def answer(self) -> Answer:
-        return self._answer()
 
     def send(self, signum: int) -> None:
         os.kill(self.pid, signum)
