@@ -15,6 +15,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from core.errors import PeerLost, ServingError, error_from_slug
@@ -34,7 +35,7 @@ from core.handoff import (
     ToReader,
     Welcome,
 )
-from core.ids import HandoffId, Incarnation
+from core.ids import HandoffId, Incarnation, WorkerId
 from core.tasks import TaskScope
 from core.types import WorkerAddress
 from kvtransfer.backends.base import Link
@@ -73,12 +74,19 @@ class Holder:
     """The control stream to one incarnation of a prefill worker. Event loop only."""
 
     def __init__(
-        self, context: WorkerContext, transfers: TransferThread, me: PeerInfo, address: WorkerAddress, dial: Dial
+        self,
+        context: WorkerContext,
+        transfers: TransferThread,
+        me: PeerInfo,
+        address: WorkerAddress,
+        dial: Dial,
+        is_superseded: Callable[[WorkerAddress], bool],
     ) -> None:
         self._context = context
         self._transfers = transfers
         self._me = me
         self._dial = dial
+        self._is_superseded = is_superseded
         self.address = address
         self._outgoing: asyncio.Queue[ToHolder] = asyncio.Queue()
         self._expected: dict[HandoffId, _Expected] = {}
@@ -163,6 +171,8 @@ class Holder:
         context, peer = self._context, welcome.peer
         if (peer.worker_id, peer.incarnation) != (self.address.worker_id, self.address.incarnation):
             raise PeerLost(f"{self.address.address} is served by another worker or incarnation now")
+        if self._is_superseded(self.address):
+            raise PeerLost(f"a later start of {self.address.worker_id} is connected")
         check_peer(peer, mine=context.format, geometry=context.geometry, backend=context.config.transfer.backend)
         link = await asyncio.wrap_future(self._transfers.connect(peer))
         if not self._link.done():
@@ -218,6 +228,9 @@ class Holders:
         self._dial = dial
         self._scope = TaskScope("holders")
         self._holders: dict[Incarnation, Holder] = {}
+        self._num_dials = 0
+        self._latest: dict[WorkerId, tuple[int, Incarnation]] = {}
+        """Of each worker that answered: its dial that came last."""
 
     def get(self, address: WorkerAddress) -> Holder:
         """The holder of that incarnation, dialling it if needed. Never waits."""
@@ -226,10 +239,28 @@ class Holders:
             for other in list(self._holders.values()):
                 if other.is_lost:
                     del self._holders[other.address.incarnation]
-            holder = Holder(self._context, self._transfers, self._me, address, self._dial)
+            self._num_dials += 1
+            holder = Holder(
+                self._context,
+                self._transfers,
+                self._me,
+                address,
+                self._dial,
+                partial(self._is_superseded, self._num_dials),
+            )
             self._holders[address.incarnation] = holder
             self._scope.spawn(holder.run(), name=address.worker_id)
         return holder
+
+    def _is_superseded(self, number: int, address: WorkerAddress) -> bool:
+        """Whether dial ``number``, which is answered only now, was overtaken by a dial to another start of the worker.
+
+        Incarnations have no order, dials have one: a process that hung and wakes up must not depose its successor."""
+        latest, incarnation = self._latest.get(address.worker_id, (0, address.incarnation))
+        if latest > number and incarnation != address.incarnation:
+            return True
+        self._latest[address.worker_id] = (number, address.incarnation)
+        return False
 
     async def close(self) -> None:
         await self._scope.close()

@@ -128,10 +128,11 @@ class TransferLoop:
                 future.set_exception(outcome)
 
     def _make_way(self, peer: PeerInfo) -> None:
-        """Before a new link: the worker's older incarnation is gone, and a dead link to this one is taken down."""
-        current = self._peers.current(peer.worker_id)
-        if current is not None and current != peer.incarnation:
-            self.forget(peer.worker_id, current)
+        """Before a new link: the worker's older incarnations are gone, and a dead link to this one is taken down."""
+        probed = [incarnation for worker_id, incarnation in self._connecting if worker_id == peer.worker_id]
+        for incarnation in (self._peers.current(peer.worker_id), *probed):
+            if incarnation is not None and incarnation != peer.incarnation:
+                self.forget(peer.worker_id, incarnation)
         dead = self._peers.drop_dead(peer)
         if dead is not None:
             if dead.num_pending:
@@ -140,10 +141,10 @@ class TransferLoop:
             self._backend.disconnect(dead)
 
     def forget(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
-        """That process is gone: its link ends, fetches over it end with PEER_LOST."""
-        link = self._peers.forget(worker_id, incarnation)
+        """That process is gone: its link ends, fetches and probes over it end with PEER_LOST."""
+        self._peers.forget(worker_id, incarnation)
         for work in [*self._active, *self._waiting]:
-            if work.link is link:
+            if (work.link.peer.worker_id, work.link.peer.incarnation) == (worker_id, incarnation):
                 self._handle(work, Abort(HandoffOutcome.PEER_LOST, "the peer was replaced or lost"))
 
     def begin(self, link: Link, request: FetchRequest) -> Work:

@@ -28,9 +28,8 @@ class Pipe:
     """One direction of a stream."""
 
     def __init__(self, network: Network, name: str, sender: Process, receiver: Process) -> None:
-        self.name, self.sender = name, sender
+        self.name, self.sender, self.receiver = name, sender, receiver
         self._network = network
-        self._receiver = receiver
         self._queue: asyncio.Queue[Any] = asyncio.Queue()
         self._last_at = 0.0
         self.is_broken = False
@@ -42,15 +41,15 @@ class Pipe:
         for arriving, delay_s in self._network.on_message(self, message):
             at = loop.time() + LATENCY_S + delay_s
             if delay_s == 0.0:  # in order, behind what was sent before
-                at = self._last_at = max(at, self._last_at)
-            loop.call_at(at, self._queue.put_nowait, arriving, context=self._receiver.context.copy())
+                at = self._last_at = max(at, self._last_at + 1e-9)  # timers of one moment have no order
+            loop.call_at(at, self._queue.put_nowait, arriving, context=self.receiver.context.copy())
 
     def end(self, error: ServingError | None) -> None:
         """Nothing comes through any more; the reader finds out in a moment."""
         if not self.is_broken:
             self.is_broken = True
             loop = asyncio.get_running_loop()
-            loop.call_later(LATENCY_S, self._queue.put_nowait, error or _END, context=self._receiver.context.copy())
+            loop.call_later(LATENCY_S, self._queue.put_nowait, error or _END, context=self.receiver.context.copy())
 
     async def messages(self) -> AsyncIterator[Any]:
         while True:

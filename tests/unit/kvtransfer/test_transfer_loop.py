@@ -306,6 +306,25 @@ def test_a_new_incarnation_ends_the_old_link_its_fetches_and_its_claims_to_be_al
     assert transfer.quiet.done() and pair.loop.stats().num_retired_links == 0
 
 
+def test_a_probe_of_an_older_incarnation_that_ends_late_does_not_depose_the_newer_one() -> None:
+    pair = Pair()
+    pair.on_post(REGION_SLOTS, Fault(delay_polls=-1))
+    late = pair.connect()
+    pair.settle()
+    pair.fabric.on_post = None
+    restarted = Side(pair.fabric.backend(), "P")
+    newer = pair.connect(restarted.peer)
+    pair.settle()
+    with pytest.raises(PeerLost):
+        late.result(0)
+    pair.fabric.resume()
+    pair.settle()
+    assert newer.result(0) is pair.connect(restarted.peer).result(0)
+    with pytest.raises(StaleIncarnation):
+        pair.connect().result(0)
+    assert pair.loop.stats().num_links == 1 and pair.loop.stats().num_retired_links == 0
+
+
 def test_a_dead_link_to_the_same_incarnation_can_be_connected_again() -> None:
     pair = Pair()
     link = pair.link()

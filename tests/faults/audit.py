@@ -1,0 +1,275 @@
+"""The judge of an injected case: watches every place where damage would show, and says of what kind it is.
+
+Kinds of damage (each belongs to a defence; with all defences in place none is ever seen)::
+
+    wrong content       attention, or the prefix cache, met bytes that are not what the tokens say   slot, digests
+    late write          an operation wrote into a block that is not in custody                       custody
+    old incarnation     KV was read from another start of a worker than the one that was meant       incarnations
+    wrongly ended       a reader that is not the holder ended a lease                                claims
+    leased block written a block changed while it was held for a reader                              tail copy
+    false alarm         a digest mismatch although nothing was ever changed
+    wrong answer        accepted tokens are not the answer
+    leak, stuck, lost   what is left when all is over; a healthy cluster that does not answer
+    bug                 an exception where none may be
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from core.handoff import AbortHandoff, PeerInfo, Release
+from core.ids import HandoffId, Incarnation, WorkerId
+from core.kv import hash_blocks
+from core.types import Role
+from engine.sequence import Sequence
+from kvtransfer.backends.base import Batch, Identity
+from kvtransfer.fetch import FetchRequest
+from kvtransfer.memory import REGION_KV
+from tests.support.virtual.cluster import VirtualCluster
+from tests.support.virtual.content_engine import BLOCK_SIZE, answer_to, content_of
+from tests.support.virtual.worker import VirtualWorker
+
+
+@dataclass(slots=True)
+class Holder:
+    """Who may end a lease, by our own book."""
+
+    incarnation: Incarnation
+    attempt: int
+    is_lost: bool = False
+
+
+@dataclass
+class Audit:
+    cluster: VirtualCluster
+    damage: list[tuple[str, str]] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
+    """Hand-off -> slug of the error that ended its attempt."""
+    quarantined: set[str] = field(default_factory=set)
+    """Hand-offs that were over while bytes could still come."""
+    data_was_changed: bool = False
+    """Somebody injected wrong bytes: a digest mismatch is no false alarm."""
+    outcomes: Counter[str] = field(default_factory=Counter)
+    handoff_of: dict[tuple[Incarnation, int], str] = field(default_factory=dict)
+    """(D, its block) -> the hand-off it is fetched for."""
+    meant: dict[tuple[Incarnation, int], Incarnation] = field(default_factory=dict)
+    """(D, transfer) -> P as the placement named it."""
+    newest: dict[tuple[Incarnation, WorkerId], Incarnation] = field(default_factory=dict)
+    """(D, worker) -> the newest start that D has probed."""
+    holders: dict[tuple[Incarnation, str], Holder] = field(default_factory=dict)
+    sealed: dict[tuple[Incarnation, int], tuple[tuple[int, ...], bytes]] = field(default_factory=dict)
+    """(P, lease) -> blocks and their bytes when they were sealed."""
+
+    def report(self, kind: str, text: str) -> None:
+        self.damage.append((kind, f"{self.cluster.loop.time():.4f} s: {text}"))
+
+    # -- watching a worker --------------------------------------------------------------------------------------------
+
+    def watch(self, worker: VirtualWorker) -> None:
+        if worker.role_name is Role.PREFILL:
+            self._watch_leases(worker)
+        else:
+            self._watch_fetches(worker)
+
+    def _watch_leases(self, worker: VirtualWorker) -> None:
+        leases, exports, me = worker.leases, worker.role.exports, worker.incarnation
+        claim, handle, lose, seal, end = (
+            exports._claim,
+            exports._handle,
+            exports._lose,
+            leases.seal,
+            leases._end,
+        )
+        said_by: list[tuple[Any, Any]] = []
+
+        def on_claim(connection: Any, message: Any) -> None:
+            holder = self.holders.get((me, message.handoff_id))
+            if leases.find(message.handoff_id) is not None and (
+                holder is None or holder.is_lost or holder.attempt < message.attempt
+            ):
+                self.holders[me, message.handoff_id] = Holder(connection.incarnation, message.attempt)
+            claim(connection, message)
+
+        def on_handle(connection: Any, message: Any) -> None:
+            if isinstance(message, Release | AbortHandoff):
+                said_by.append((connection, message))
+            try:
+                handle(connection, message)
+            finally:
+                said_by.clear()
+
+        def on_lose(connection: Any) -> None:
+            for (p, _), holder in self.holders.items():
+                if p == me and holder.incarnation == connection.incarnation:
+                    holder.is_lost = True
+            lose(connection)
+
+        def on_seal(lease_id: int, blocks: Any, **rest: Any) -> Any:
+            view = seal(lease_id, blocks, **rest)
+            if view is not None:
+                self.sealed[me, lease_id] = (tuple(blocks), self._bytes(worker, blocks))
+            return view
+
+        def on_end(lease: Any, *rest: Any) -> Any:
+            sealed = self.sealed.pop((me, lease.ref.lease_id), None)
+            if sealed is not None and self._bytes(worker, sealed[0]) != sealed[1]:
+                self.report("leased block written", f"{worker.process.name} {lease.handoff_id}")
+            if said_by:
+                connection, message = said_by[-1]
+                holder = self.holders.get((me, lease.handoff_id), Holder(connection.incarnation, message.attempt))
+                is_holder = (holder.incarnation, holder.attempt) == (connection.incarnation, message.attempt)
+                if not (is_holder or holder.is_lost):
+                    self.report("wrongly ended", f"{lease.handoff_id} by attempt {message.attempt}")
+            return end(lease, *rest)
+
+        exports._claim, exports._handle, exports._lose = on_claim, on_handle, on_lose
+        leases.seal, leases._end = on_seal, on_end
+
+    def _watch_fetches(self, worker: VirtualWorker) -> None:
+        intake, transfers, custody, me = worker.role._intake, worker.transfers, worker.custody, worker.incarnation
+        make_request, fetch, quarantine = intake._fetch_request, transfers.fetch, custody.quarantine
+        of_transfer: dict[int, str] = {}
+
+        def on_request(grant: Any, blocks: Any, admission: Any) -> FetchRequest:
+            request: FetchRequest = make_request(grant, blocks, admission)
+            handoff = str(admission.asked.handoff_id)
+            of_transfer[request.transfer_id] = handoff
+            self.meant[me, request.transfer_id] = admission.asked.prefill.incarnation
+            self.handoff_of.update({(me, block): handoff for block in blocks})
+            return request
+
+        def on_fetch(link: Any, request: FetchRequest) -> Any:
+            if link.peer.incarnation != self.meant[me, request.transfer_id]:
+                self.report("old incarnation", f"{worker.process.name} reads {link.peer.link.agent_name}")
+            return fetch(link, request)
+
+        def on_quarantine(transfer_id: int, now: float) -> None:
+            self.quarantined.add(of_transfer[transfer_id])
+            quarantine(transfer_id, now)
+
+        intake._fetch_request, transfers.fetch, custody.quarantine = on_request, on_fetch, on_quarantine
+
+    def _bytes(self, worker: VirtualWorker, blocks: Any) -> bytes:
+        return worker.engine.kv[list(blocks)].tobytes()
+
+    # -- watching what moves ------------------------------------------------------------------------------------------
+
+    def on_post(self, reader: Identity, peer: PeerInfo, batch: Batch) -> None:
+        key = (reader.incarnation, peer.worker_id)
+        newest = self.newest.setdefault(key, peer.incarnation)
+        if batch.remote_region != REGION_KV:
+            self.newest[key] = max(newest, peer.incarnation)
+        elif peer.incarnation < newest:
+            self.report("old incarnation", f"{reader.agent_name} still reads {peer.link.agent_name}")
+
+    def on_move(self, reader: Identity, batch: Batch) -> None:
+        if batch.local_region == REGION_KV:
+            worker = self._worker(reader.incarnation)
+            pool, size = worker.engine.pool, worker.engine.geometry.block_bytes
+            for block in blocks_of(batch, size):
+                if not pool._custody[block]:
+                    self.report("late write", f"{worker.process.name} block {block}")
+            if not pool.counts().is_conserved():
+                self.report("leak", f"{worker.process.name}: {pool.counts()}")
+
+    def on_wrong(self, worker: VirtualWorker, sequence: Sequence, index: int, block: int) -> None:
+        self.report("wrong content", f"{worker.process.name} {sequence.key} place {index}, block {block}")
+
+    def _worker(self, incarnation: Incarnation) -> VirtualWorker:
+        return next(each for each in self.cluster.workers if each.incarnation == incarnation)
+
+    # -- watching requests --------------------------------------------------------------------------------------------
+
+    def watch_pipeline(self) -> None:
+        pipeline: Any = self.cluster.pipeline
+        recover = pipeline._recover
+
+        def on_failure(run: Any, error: Any) -> float:
+            self.note_failure(HandoffId(f"{run.request.request_id}-{run.attempt}"), error)
+            return float(recover(run, error))
+
+        pipeline._recover = on_failure
+
+    def note_failure(self, handoff_id: HandoffId, error: Any) -> None:
+        self.failures.setdefault(handoff_id, error.slug)
+        if error.slug == "digest_mismatch" and not self.data_was_changed:
+            self.report("false alarm", f"{handoff_id}: {error.message}")
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def check_answers(self) -> None:
+        for answer in self.cluster.answers:
+            request, tokens = answer.request, answer.tokens
+            expected = answer_to(request.prompt_token_ids, request.sampling.max_tokens)
+            is_cancelled = answer.task is not None and answer.task.cancelled()
+            is_whole = tokens == expected or answer.error is not None or is_cancelled or not answer.is_over
+            if not is_whole or tokens != expected[: len(tokens)]:
+                self.report("wrong answer", f"{request.request_id}: {tokens} for {expected}")
+            if not answer.is_over:
+                self.report("stuck", f"{request.request_id} has no end")
+
+    def check_idle(self) -> None:
+        """Law 1 and 2 of every worker that lives."""
+        for worker in self.cluster.alive:
+            counts, stats = worker.engine.pool.counts(), worker.custody.stats()
+            name = worker.process.name
+            if not worker.role.is_idle() or worker.engine.has_work:
+                self.report("stuck", f"{name} is not idle")
+            if not (counts.is_conserved() and counts.is_idle()) or stats.num_blocks or stats.num_transfers:
+                self.report("leak", f"{name}: {counts}, {stats.num_transfers} transfers")
+            if worker.scratch.num_free != worker.scratch.num_cells or worker.transfers.stats().num_retired_links:
+                self.report("leak", f"{name}: scratch cells or links")
+            if worker.leases.held_bytes or len(worker.leases._free_slots) != worker.slots.num_slots:
+                self.report("leak", f"{name}: leases")
+            self._check_cache(worker)
+
+    def _check_cache(self, worker: VirtualWorker) -> None:
+        """Whatever the prefix cache offers is what its hash names."""
+        blocks = dict(worker.engine.pool._cache._blocks)
+        for answer in self.cluster.answers:
+            request = answer.request
+            tokens = (*request.prompt_token_ids, *answer_to(request.prompt_token_ids, request.sampling.max_tokens))
+            for index, block_hash in enumerate(hash_blocks(tokens, BLOCK_SIZE)):
+                block = blocks.get(block_hash)
+                if block is not None:
+                    start = index * BLOCK_SIZE
+                    expected = content_of(tokens[: start + BLOCK_SIZE], start)
+                    if not np.array_equal(worker.engine.kv[block], expected):
+                        self.report(
+                            "wrong content", f"{worker.process.name} offers block {block} of {request.request_id}"
+                        )
+
+    def check_transfers(self) -> None:
+        """One end for each fetch, with an outcome of the closed set."""
+        for worker in self.cluster.alive:
+            stats = worker.transfers.stats()
+            self.outcomes.update({str(outcome): number for outcome, number in stats.transfers if number})
+            ended = sum(number for _, number in worker.custody.stats().ended)
+            if sum(number for _, number in stats.transfers) != ended:
+                self.report("leak", f"{worker.process.name}: {stats.transfers} but {ended} custodies ended")
+
+
+class Bugs(logging.Handler):
+    """Exceptions that a task scope or the loop had to swallow."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        self.texts.append(f"{record.getMessage()}: {error!r}")
+
+
+def blocks_of(batch: Batch, block_bytes: int) -> list[int]:
+    """Local blocks that a batch writes to."""
+    blocks: list[int] = []
+    for copy in batch.copies:
+        first = copy.local_offset // block_bytes
+        blocks += range(first, (copy.local_offset + copy.num_bytes - 1) // block_bytes + 1)
+    return blocks
