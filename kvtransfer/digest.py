@@ -1,23 +1,35 @@
 """Digests of KV: one for each (block, kv head), made at P when a block completes and made again at D in its own
 memory.
 
-``wsum64`` is sum(word_i * (2 i + 1)) mod 2^64 over the little-endian 64-bit words of the head's contiguous range. Odd
-weights are invertible mod 2^64, so every change of a single word is seen; unequal weights, so reordering is seen too.
-``crc32`` is for debugging. Digests travel as little-endian uint64, block first. A head range that is no multiple of 8
-bytes is zero-padded.
+The unit is *P's*: one of its blocks (in its block size), one of the KV heads of its rank, all layers of its rank. Its
+bytes are taken in the order ``[layer, k/v, slot, head_dim]``, whatever the memory order of either side; in
+``BLOCK_HEAD_LAYER`` that is a contiguous range. So D can make P's digests whenever it holds whole units of P:
+
+- another rank: heads are digested apart, D checks those that it read (:func:`of_heads`);
+- another block size: a unit is a part of one block of D, or several of them. D reads whole blocks of P, so what it
+  skips of a prefix is a multiple of both block sizes (:func:`kvtransfer.plan.skippable`), and it takes blocks for all
+  slots of P's last one;
+- other layers: a unit has all layers of P's rank. A D that holds a part of them cannot check it, and is refused.
+
+``wsum64`` is sum(word_i * (2 i + 1)) mod 2^64 over the little-endian 64-bit words of a unit. Odd weights are invertible
+mod 2^64, so every change of a single word is seen; unequal weights, so reordering is seen too. ``crc32`` is for
+debugging. Digests travel as little-endian uint64, block first. A unit that is no multiple of 8 bytes is zero-padded.
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
 
-from core.errors import DigestMismatch
+from core.errors import DigestMismatch, LayoutMismatch
 from core.handoff import DigestKind
 from core.kv import KVGeometry
 from kvtransfer.memory import view_memory
+from kvtransfer.plan import Blocks
+from kvtransfer.ranks import held_box
 
 WORD_BYTES = 8
 DIGEST_BYTES = 8
@@ -28,39 +40,87 @@ class Digester:
 
     def __init__(self, kind: DigestKind, geometry: KVGeometry, kv: NDArray[np.uint8]) -> None:
         """``kv`` is the memory of all blocks as bytes; see :meth:`at_address`."""
-        needed = geometry.num_blocks * geometry.block_bytes
-        if kv.nbytes < needed:
-            raise ValueError(f"{kv.nbytes} bytes of KV memory, the geometry needs {needed}")
+        if kv.nbytes < geometry.num_bytes:
+            raise ValueError(f"{kv.nbytes} bytes of KV memory, the geometry needs {geometry.num_bytes}")
         self.kind = kind
         self.geometry = geometry
-        shape = (geometry.num_blocks, geometry.num_kv_heads, geometry.head_bytes)
-        self._bytes = kv[:needed].reshape(shape)
-        self._weights = _weights(geometry.head_bytes)
+        strides = geometry.strides
+        row_bytes = geometry.head_dim * geometry.dtype_bytes
+        assert strides.head_dim == geometry.dtype_bytes, "the elements of a head lie together in every order"
+        self._cells = np.lib.stride_tricks.as_strided(
+            kv[: geometry.num_bytes],
+            (geometry.num_blocks, geometry.num_kv_heads, geometry.num_layers, 2, geometry.block_size, row_bytes),
+            (*strides[:-1], 1),
+            writeable=False,
+        )
+        """[block, kv_head, layer, k/v, slot, bytes]"""
 
     @classmethod
     def at_address(cls, kind: DigestKind, geometry: KVGeometry, address: int) -> "Digester":
         """For KV memory that somebody else owns (a tensor) and keeps mapped."""
-        return cls(kind, geometry, view_memory(address, geometry.num_blocks * geometry.block_bytes))
+        return cls(kind, geometry, view_memory(address, geometry.num_bytes))
 
     def digest(self, blocks: Sequence[int]) -> bytes:
         """Digests of ``blocks`` in their order: ``len(blocks) * num_kv_heads`` little-endian uint64; empty with
         ``off``."""
+        return self._digest(len(blocks), self.geometry.num_kv_heads, (self._cells[block] for block in blocks))
+
+    def digest_as(
+        self, source: KVGeometry, local: Blocks, units: range, *, num_kv_heads: int, source_heads: range
+    ) -> bytes:
+        """What ``source`` digests of its blocks ``units`` (numbered within the sequence), made of ``local`` blocks:
+        of ``source_heads``, the heads of the model that were read from it.
+
+        ``num_kv_heads``: all of the model. Raises LayoutMismatch when a unit of the source is not here as a whole.
+        """
+        mine, theirs = held_box(self.geometry, num_kv_heads), held_box(source, num_kv_heads)
+        layers = slice(theirs.layers.start - mine.layers.start, theirs.layers.stop - mine.layers.start)
+        if layers.start < 0 or theirs.layers.stop > mine.layers.stop:
+            raise LayoutMismatch(
+                f"a digest covers layers {theirs.layers.start}..{theirs.layers.stop - 1}, here are only "
+                f"{mine.layers.start}..{mine.layers.stop - 1}: set transfer.digest to off or make the stages equal"
+            )
+        size = source.block_size
+        if units and not local.first_token <= units.start * size <= units.stop * size <= local.end_token:
+            raise LayoutMismatch(
+                f"tokens {units.start * size}..{units.stop * size - 1} are digested, here are "
+                f"{local.first_token}..{local.end_token - 1}: whole blocks of both sides must be transferred"
+            )
+        heads = slice(source_heads.start - mine.heads.start, source_heads.stop - mine.heads.start)
+        cells = self._cells[:, heads, layers]
+        return self._digest(len(units), len(source_heads), (self._unit(cells, local, unit, size) for unit in units))
+
+    def _unit(self, cells: NDArray[np.uint8], local: Blocks, unit: int, size: int) -> NDArray[np.uint8]:
+        """[kv_head, layer, k/v, slot, bytes] of the ``size`` tokens of a source's block."""
+        own_size = self.geometry.block_size
+        first, slot = divmod(unit * size - local.first_token, own_size)
+        if size <= own_size:
+            return cells[local.block_ids[first], :, :, :, slot : slot + size]
+        parts = [cells[block] for block in local.block_ids[first : first + size // own_size]]
+        return np.concatenate(parts, axis=3)
+
+    def _digest(self, num_blocks: int, num_heads: int, units: Iterable[NDArray[np.uint8]]) -> bytes:
         if self.kind is DigestKind.OFF:
             return b""
-        out = np.empty((len(blocks), self.geometry.num_kv_heads), dtype="<u8")
-        for row, block in enumerate(blocks):
-            if self.kind is DigestKind.WSUM64:
-                out[row] = wsum64(self._bytes[block], self._weights)
-            else:
-                out[row] = [zlib.crc32(head) for head in self._bytes[block]]
+        out = np.empty((num_blocks, num_heads), dtype="<u8")
+        for row, unit in enumerate(units):
+            heads = np.ascontiguousarray(unit).reshape(num_heads, -1)  # no copy in our own memory order
+            out[row] = wsum64(heads) if self.kind is DigestKind.WSUM64 else [zlib.crc32(head.data) for head in heads]
         return out.tobytes()
 
 
-def wsum64(ranges: NDArray[np.uint8], weights: NDArray[np.uint64] | None = None) -> NDArray[np.uint64]:
+@lru_cache(maxsize=8)
+def _weights(num_bytes: int) -> NDArray[np.uint64]:
+    num_words = -(-num_bytes // WORD_BYTES)
+    weights = np.arange(num_words, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+    weights.setflags(write=False)
+    return weights
+
+
+def wsum64(ranges: NDArray[np.uint8]) -> NDArray[np.uint64]:
     """Weighted wrap-around sum of each row of ``ranges`` [rows, bytes]. About memory speed: one pass, no temporary."""
     rows, num_bytes = ranges.shape
-    if weights is None:
-        weights = _weights(num_bytes)
+    weights = _weights(num_bytes)
     if num_bytes % WORD_BYTES:
         padded = np.zeros((rows, len(weights) * WORD_BYTES), dtype=np.uint8)
         padded[:, :num_bytes] = ranges
@@ -75,6 +135,13 @@ def combine(kind: DigestKind, digests: bytes) -> int:
     return int.from_bytes(blake2b(digests, digest_size=8, person=kind.value.encode()).digest(), "little")
 
 
+def of_heads(digests: bytes, num_kv_heads: int, heads: range) -> bytes:
+    """Of a list with ``num_kv_heads`` digests for each block, those of ``heads`` (by their place in the list)."""
+    if heads == range(num_kv_heads):
+        return digests
+    return np.frombuffer(digests, dtype="<u8").reshape(-1, num_kv_heads)[:, heads.start : heads.stop].tobytes()
+
+
 def verify(expected: bytes, actual: bytes, *, num_kv_heads: int) -> None:
     """Raises DigestMismatch naming the first differing (block, kv head), blocks counted from the start of the list."""
     if expected == actual:
@@ -84,8 +151,3 @@ def verify(expected: bytes, actual: bytes, *, num_kv_heads: int) -> None:
     differing = np.flatnonzero(np.frombuffer(expected, dtype="<u8") != np.frombuffer(actual, dtype="<u8"))
     block, head = divmod(int(differing[0]), num_kv_heads)
     raise DigestMismatch(f"{len(differing)} digests differ, first at block {block} of the hand-off, kv head {head}")
-
-
-def _weights(num_bytes: int) -> NDArray[np.uint64]:
-    num_words = -(-num_bytes // WORD_BYTES)
-    return np.arange(num_words, dtype=np.uint64) * np.uint64(2) + np.uint64(1)

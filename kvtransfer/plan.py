@@ -112,6 +112,13 @@ def plan_blocks(
     )
 
 
+def skippable(num_tokens: int, source: KVGeometry, target: KVGeometry) -> int:
+    """How much of a prefix of ``num_tokens`` tokens that the target holds need not be moved: whole blocks on both
+    sides, because P's digests cover whole blocks of P."""
+    size = max(source.block_size, target.block_size)
+    return num_tokens - num_tokens % size
+
+
 def needs_gather(source: KVGeometry, target: KVGeometry, num_kv_heads: int) -> bool:
     """Whether plans between these two ranks will be marked so, whatever the blocks."""
     num_tokens = max(source.block_size, target.block_size)

@@ -27,9 +27,12 @@ def check_slot(expected: LeaseRef, snapshot: bytes) -> SlotView:
     return view
 
 
-def check_read(grant: Grant, snapshot: bytes | None, local_digests: bytes, *, num_kv_heads: int) -> None:
+def check_read(
+    grant: Grant, snapshot: bytes | None, local_digests: bytes, *, num_kv_heads: int, heads: range | None = None
+) -> None:
     """The whole verdict for a sealed grant. ``local_digests`` were made over D's own blocks in the order of the grant.
 
+    ``num_kv_heads`` are those of P's rank; ``heads`` those of them that were read, if not all.
     ``snapshot`` is None when P died after the data was complete: then equal digests suffice, and without digests
     nothing does. Raises StaleLease or DigestMismatch.
     """
@@ -44,4 +47,6 @@ def check_read(grant: Grant, snapshot: bytes | None, local_digests: bytes, *, nu
         if view.digest != digest.combine(grant.digest, grant.digests):
             raise DigestMismatch("the digest list of the grant is not the one P sealed")
     if grant.digest is not DigestKind.OFF:
-        digest.verify(grant.digests, local_digests, num_kv_heads=num_kv_heads)
+        heads = range(num_kv_heads) if heads is None else heads
+        expected = digest.of_heads(grant.digests, num_kv_heads, heads)
+        digest.verify(expected, local_digests, num_kv_heads=len(heads))
