@@ -4,8 +4,10 @@ Where things live::
 
     memory     our own registered memory: 64-byte aligned buffers, the scratch cells that slot reads land in
     layout     which two workers fit together (format, geometry), names and units of regions
-    plan       block pairs -> sorted, merged copies in chunks; pure
-    digest     wsum64 / crc32 per (block, kv head); pure
+    ranks      which heads and layers a rank holds, which ranks another one reads; pure
+    plan       the blocks of a sequence at two ranks -> copies, by logical coordinates; pure
+    copies     many copies as one array: sorted, merged, cut into chunks; pure
+    digest     wsum64 / crc32 per (block, kv head) of the source, made again at D whatever its geometry
     slot       the 64 bytes of a lease slot: how they are written at P and read at D
     lease      P side: who may read which blocks until when
     custody    D side: blocks that an operation may still write to

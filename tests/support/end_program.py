@@ -4,6 +4,7 @@ An End answers each line of JSON with one. What it can be asked are the methods 
 """
 
 import array
+import base64
 import json
 import os
 import signal
@@ -30,6 +31,8 @@ from kvtransfer.backends.base import Link
 from kvtransfer.backends.nixl import _load
 from kvtransfer.custody import Custody
 from kvtransfer.fetch import FetchRequest, FetchResult, Transfer
+from kvtransfer.plan import Blocks
+from kvtransfer.ranks import held_box, shared_box
 from kvtransfer.validate import check_read
 from tests.support.transfer_peer import peer_from_json, peer_to_json
 from tests.support.transfer_side import Side
@@ -82,6 +85,18 @@ def _be_an_end(order: Answer, connection: socket.socket) -> None:
 def _say(lines: Any, answer: Answer) -> None:
     lines.write(json.dumps(answer) + "\n")
     lines.flush()
+
+
+def grant_from_json(fields: Answer) -> Grant:
+    return Grant(
+        lease=LeaseRef(lease_id=LeaseId(fields["lease"]["lease_id"]), epoch=fields["lease"]["epoch"]),
+        slot=fields["slot"],
+        block_ids=tuple(fields["blocks"]),
+        first_block=0,
+        num_tokens=len(fields["blocks"]),
+        digest=DigestKind.WSUM64,
+        digests=bytes.fromhex(fields["digests"]),
+    )
 
 
 class _NoPins:
@@ -184,23 +199,14 @@ class _End:
         blocks = grant["blocks"]
         local = sorted(self.pool.allocate(len(blocks)))
         self.side.blocks[local] = 0
-        lease = LeaseRef(lease_id=LeaseId(grant["lease"]["lease_id"]), epoch=grant["lease"]["epoch"])
+        granted = grant_from_json(grant)
         request = FetchRequest(
             transfer_id=number,
             remote_blocks=tuple(blocks),
             local_blocks=tuple(local),
-            lease=lease,
-            slot=grant["slot"],
+            lease=granted.lease,
+            slot=granted.slot,
             deadline_s=LIMIT_S,
-        )
-        granted = Grant(
-            lease=lease,
-            slot=grant["slot"],
-            block_ids=tuple(blocks),
-            first_block=0,
-            num_tokens=len(blocks),
-            digest=DigestKind.WSUM64,
-            digests=bytes.fromhex(grant["digests"]),
         )
         link = self.links[holder]
         fetch = _Fetch(transfer=self.thread.fetch(link, request), grant=granted, local=local, link=link)
@@ -209,6 +215,50 @@ class _End:
         if at is not None:
             threading.Thread(target=self._watch, args=(fetch, at), daemon=True).start()
         return {"number": number}
+
+    def do_read(
+        self, peer: Answer, grant: Answer, local: list[int], first_remote_block: int, first_local_block: int
+    ) -> Answer:
+        """Read from a rank into ``local`` blocks what this rank takes from it, to the end; its geometry may differ."""
+        source, mine = (
+            peer_from_json(peer),
+            Blocks(geometry=self.side.geometry, block_ids=local, first_block=first_local_block),
+        )
+        granted = grant_from_json(grant)
+        request = FetchRequest(
+            transfer_id=len(self.fetches) + 1,
+            remote_blocks=granted.block_ids,
+            local_blocks=tuple(local),
+            lease=granted.lease,
+            slot=granted.slot,
+            first_remote_block=first_remote_block,
+            first_local_block=first_local_block,
+            deadline_s=LIMIT_S,
+        )
+        link = self.links[source.worker_id]
+        result = self.thread.fetch(link, request).result.result(LIMIT_S)
+        total = source.format.num_kv_heads
+        heads, held = shared_box(source.geometry, mine.geometry, total).heads, held_box(source.geometry, total).heads
+        units = range(first_remote_block, first_remote_block + len(granted.block_ids))
+        made = self.side.digester().digest_as(source.geometry, mine, units, num_kv_heads=total, source_heads=heads)
+        try:
+            check_read(
+                granted,
+                result.snapshot,
+                made,
+                num_kv_heads=len(held),
+                heads=range(heads.start - held.start, heads.stop - held.start),
+            )
+        except ServingError as error:
+            return {"verdict": error.slug, "detail": error.message}
+        return {"verdict": str(result.outcome), "num_bytes": result.num_bytes, "num_copies": result.num_copies}
+
+    def do_allocate(self, num_blocks: int) -> Answer:
+        return {"blocks": self.pool.allocate(num_blocks)}
+
+    def do_memory(self) -> Answer:
+        """All blocks, as they lie."""
+        return {"kv": base64.b64encode(self.side.kv.data.tobytes()).decode()}
 
     def _watch(self, fetch: _Fetch, at: Answer) -> None:
         """Act when the transfer has come so far, or is over."""

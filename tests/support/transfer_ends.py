@@ -6,6 +6,7 @@ do that to another at a certain byte of a transfer.
 """
 
 import array
+import base64
 import json
 import os
 import signal
@@ -139,13 +140,18 @@ class End:
 
     def tell_fetch(self, holder: Answer, grant: Grant, **options: Any) -> None:
         """The same for one that may be gone before it answers."""
-        fields = {
-            "lease": asdict(grant.lease),
-            "slot": grant.slot,
-            "blocks": list(grant.block_ids),
-            "digests": grant.digests.hex(),
-        }
-        self.tell("fetch", holder=holder["worker_id"], grant=fields, **options)
+        self.tell("fetch", holder=holder["worker_id"], grant=_to_json(grant), **options)
+
+    def read(
+        self, holder: Answer, grant: Grant, local: list[int], *, first_remote_block: int = 0, first_local_block: int = 0
+    ) -> Answer:
+        """Read what this rank takes from a connected rank, whatever its geometry; answers with the verdict."""
+        places = {"first_remote_block": first_remote_block, "first_local_block": first_local_block}
+        return self.ask("read", peer=holder, grant=_to_json(grant), local=local, **places)
+
+    def memory(self) -> bytes:
+        """All its blocks, as they lie."""
+        return base64.b64decode(self.ask("memory")["kv"])
 
     def result(self, number: int) -> Answer:
         """How a fetch ended, whether it may be published and whether that is right. Waits for it."""
@@ -226,3 +232,12 @@ class End:
         answer: Answer = json.loads(line)
         assert "failed" not in answer, answer["failed"]
         return answer
+
+
+def _to_json(grant: Grant) -> Answer:
+    return {
+        "lease": asdict(grant.lease),
+        "slot": grant.slot,
+        "blocks": list(grant.block_ids),
+        "digests": grant.digests.hex(),
+    }

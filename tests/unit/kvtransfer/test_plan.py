@@ -16,35 +16,19 @@ from kvtransfer.layout import check_compatible, check_geometry, check_peer, kv_r
 from kvtransfer.memory import REGION_KV, AlignedBuffer
 from kvtransfer.plan import Blocks, Plan, needs_gather, plan_blocks
 from kvtransfer.ranks import choose_sources, shared_box
+from tests.support.coordinates import cells, rank_of
 from tests.support.transfer_side import FORMAT, GEOMETRY, Side
 
-LOGICAL = ("block", "kv_head", "layer", "kv", "slot", "head_dim")
 SMALL = KVGeometry(num_blocks=24, block_size=2, num_layers=1, num_kv_heads=3, head_dim=2, dtype_bytes=1)
 
 
-def rank_of(geometry: KVGeometry, rank: int, num_ranks: int, num_kv_heads: int) -> KVGeometry:
-    num_held = len(kv_head_range(rank, num_ranks, num_kv_heads))
-    return replace(geometry, rank=rank, num_ranks=num_ranks, num_kv_heads=num_held)
-
-
 class Memory:
-    """One rank's memory, one number for each byte, and the same seen by coordinates. Knows nothing of strides."""
+    """One rank's memory, one number for each byte, and the same seen by coordinates."""
 
     def __init__(self, geometry: KVGeometry, fill: int) -> None:
-        sizes = {
-            "block": geometry.num_blocks,
-            "kv_head": geometry.num_kv_heads,
-            "layer": geometry.num_layers,
-            "kv": 2,
-            "slot": geometry.block_size,
-            "head_dim": geometry.head_dim,
-        }
-        order = geometry.order.value.split(",")
         self.geometry = geometry
         self.bytes: NDArray[np.int64] = np.full(geometry.num_blocks * geometry.block_bytes, fill)
-        by_order = self.bytes.reshape([sizes[name] for name in order] + [geometry.dtype_bytes])
-        self.cells = by_order.transpose([order.index(name) for name in LOGICAL] + [6])
-        """[block, kv_head, layer, kv, slot, head_dim, byte]"""
+        self.cells = cells(geometry, self.bytes)
 
 
 @dataclass
