@@ -1,7 +1,7 @@
 """The messages of the hand-off: one control stream per P-D pair, dialled by D, served by P (design.md 4).
 
-D to P: Hello, Open, Claim, Renew, Release, AbortHandoff, Start. P to D: Welcome, Ready, Sealed, Refused, Ended,
-Drained. Each is idempotent by lease and epoch. Order is not assumed: messages for unknown ids wait up to ``lease_s``,
+D to P: Hello, Open, Claim, Renew, Release, AbortHandoff. P to D: Welcome, Ready, Sealed, Refused, Ended. Each is
+idempotent by lease and epoch. Order is not assumed: messages for unknown ids wait up to ``lease_s``,
 aborts leave tombstones. Block ids cross the wire, never descriptors; durations, never absolute times.
 """
 
@@ -20,7 +20,7 @@ class DigestKind(StrEnum):
 
 
 class TransferMode(StrEnum):
-    """Who posts the data operation of a link: D READs, or P SERVEs by WRITE or send."""
+    """Who moves the bytes of a link: D READs one-sidedly, or the owner SERVEs what D's backend asks it for."""
 
     READ = "read"
     SERVE = "serve"
@@ -50,6 +50,7 @@ class LinkInfo:
     metadata: bytes
     regions: tuple[tuple[str, int, int], ...]
     """(region name, address, bytes) as advertised: an address is used only inside these."""
+    mode: TransferMode = TransferMode.READ
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,13 +69,11 @@ class Hello:
     """D introduces itself; the first message of the stream. Formats are compared before anything else is used."""
 
     peer: PeerInfo
-    modes: tuple[TransferMode, ...] = (TransferMode.READ,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
     peer: PeerInfo
-    mode: TransferMode = TransferMode.READ
     lease_s: float
     """The holder's lease time; renew well before."""
 
@@ -195,29 +194,8 @@ class Ended:
     message: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """SERVE mode: D asks P to post the data operations into D's blocks."""
-
-    handoff_id: HandoffId
-    lease: LeaseRef
-    transfer_id: int
-    source_block_ids: tuple[int, ...]
-    destination_block_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drained:
-    """SERVE mode: every operation of the transfer is terminal at P."""
-
-    handoff_id: HandoffId
-    lease: LeaseRef
-    transfer_id: int
-    outcome: HandoffOutcome
-
-
-ToHolder = Hello | Open | Claim | Renew | Release | AbortHandoff | Start
+ToHolder = Hello | Open | Claim | Renew | Release | AbortHandoff
 """What D sends to P."""
 
-ToReader = Welcome | Ready | Sealed | Refused | Ended | Drained
+ToReader = Welcome | Ready | Sealed | Refused | Ended
 """What P sends to D."""

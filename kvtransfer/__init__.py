@@ -15,7 +15,7 @@ Where things live::
     session    D side: one fetch as a sans-I/O state machine
     peers      at most one usable incarnation of each worker
     transfer_thread   the one thread that owns a backend
-    backends/  what really moves the bytes: inproc (tests), nixl
+    backends/  what really moves the bytes: one-sided (nixl, inproc for tests) or sent by the owner (tcp)
 
 The control messages are frozen dataclasses of ``core.handoff``; carrying them is the workers' job.
 """

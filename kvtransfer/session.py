@@ -89,7 +89,12 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed. Send it after all observations: observe first, judge second."""
+    """Time has passed. Send it after all observations: observe first, judge second.
+
+    ``progress_at``: when any operation of the link was last done. What waits behind others has not stalled.
+    """
+
+    progress_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +153,7 @@ class Session:
         self.arrived_at: float | None = None
         self.finished_at: float | None = None
         self._num_chunks = num_chunks
-        self._lease = lease
+        self.lease = lease
         self._deadline_at = deadline_at
         self._stall_s = stall_s
         self._window = window
@@ -161,6 +166,10 @@ class Session:
     def is_data_complete(self) -> bool:
         """Every chunk has arrived. Without a valid slot only digests can vouch for it."""
         return self.num_arrived == self._num_chunks
+
+    def is_stalled(self, now: float) -> bool:
+        """Operations are in flight and nothing has come for the stall time, as of the last Tick."""
+        return bool(self._in_flight) and now - self._progress_at >= self._stall_s
 
     @property
     def num_in_flight(self) -> int:
@@ -185,7 +194,8 @@ class Session:
                 return self._give_up(cause, detail, now)
             case Abort(outcome, detail):
                 return self._give_up(outcome, detail, now)
-            case Tick():
+            case Tick(progress_at):
+                self._progress_at = max(self._progress_at, progress_at)
                 return self._tick(now)
             case BackendClosed():
                 had_posted = self.started_at is not None
@@ -237,10 +247,10 @@ class Session:
             return self._drained()
         self.snapshot = snapshot
         try:
-            if self._lease is None:
+            if self.lease is None:
                 parse_slot(snapshot)
             else:
-                check_slot(self._lease, snapshot)
+                check_slot(self.lease, snapshot)
         except StaleLease as error:
             self.phase = Phase.REJECTED
             effects = self._finish(HandoffOutcome.STALE_LEASE, error.message, now)
@@ -253,7 +263,7 @@ class Session:
             return []
         if now >= self._deadline_at:
             return self._give_up(HandoffOutcome.ABORTED, "the deadline has passed", now)
-        if self._in_flight and now - self._progress_at >= self._stall_s:
+        if self.is_stalled(now):
             return self._give_up(HandoffOutcome.STALLED, f"no progress for {self._stall_s:g} s", now)
         return []
 

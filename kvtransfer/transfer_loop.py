@@ -146,6 +146,7 @@ class TransferLoop:
         for work in [*self._active, *self._waiting]:
             if (work.link.peer.worker_id, work.link.peer.incarnation) == (worker_id, incarnation):
                 self._handle(work, Abort(HandoffOutcome.PEER_LOST, "the peer was replaced or lost"))
+                self._backend.abort(work.link)
 
     def begin(self, link: Link, request: FetchRequest) -> Work:
         """Plan a fetch and take custody of its blocks. From any thread: touches nothing of the loop.
@@ -201,11 +202,20 @@ class TransferLoop:
         for work in self._active:
             moved |= self._observe(work)
         for work in [*self._active, *self._waiting]:
-            self._handle(work, Tick())
+            self._handle(work, Tick(work.link.progress_at))
+        self._abort_stuck_links()
         if any(work.session.phase.is_final for work in self._active):
             self._active = [work for work in self._active if not work.session.phase.is_final]
         self._peers.sweep(self._backend.disconnect)
         return moved
+
+    def _abort_stuck_links(self) -> None:
+        """Nobody waits for what was given up, and nothing has come over its link for the stall time: end it, where the
+        backend can."""
+        now = self._clock.now()
+        for work in self._active:
+            if work.session.phase is Phase.DRAINING and not work.link.is_dead and work.session.is_stalled(now):
+                self._backend.abort(work.link)
 
     def _start_waiting(self) -> bool:
         moved = False
@@ -232,6 +242,8 @@ class TransferLoop:
                 continue
             moved = True
             del work.ops[key]
+            if status.state is OpState.DONE:
+                work.link.progress_at = self._clock.now()
             self._handle(work, self._event(work, key, op))
         return moved
 
@@ -279,7 +291,13 @@ class TransferLoop:
             copy = Copy(work.slot * CELL_BYTES, work.cell * CELL_BYTES, CELL_BYTES)
             batch = Batch(remote_region=REGION_SLOTS, local_region=REGION_SCRATCH, copies=(copy,))
         else:
-            batch = Batch(remote_region=REGION_KV, local_region=REGION_KV, copies=work.plan.chunks[key])
+            batch = Batch(
+                remote_region=REGION_KV,
+                local_region=REGION_KV,
+                copies=work.plan.chunks[key],
+                lease=work.session.lease,
+                slot=work.slot,
+            )
         began = time.perf_counter()
         try:
             work.ops[key] = self._backend.post(work.link, batch)

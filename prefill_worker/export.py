@@ -32,7 +32,6 @@ from core.handoff import (
     Sealed,
     ToHolder,
     ToReader,
-    TransferMode,
     Welcome,
 )
 from core.ids import HandoffId, Incarnation, RequestId
@@ -190,8 +189,6 @@ class Exports:
         hello = await anext(messages, None)
         if not isinstance(hello, Hello):
             raise LayoutMismatch("the first message of a hand-off stream must be Hello")
-        if TransferMode.READ not in hello.modes:
-            raise LayoutMismatch("only READ is offered here")
         context = self._context
         check_peer(hello.peer, mine=context.format, geometry=context.geometry, backend=context.config.transfer.backend)
         connection = _Connection(hello.peer)
@@ -202,7 +199,7 @@ class Exports:
         log.info("reader connected", extra={"reader": hello.peer.worker_id})
         pump = asyncio.create_task(self._receive(connection, messages), name="handoff-receive")
         try:
-            yield Welcome(peer=self._me, mode=TransferMode.READ, lease_s=context.config.transfer.lease_s)
+            yield Welcome(peer=self._me, lease_s=context.config.transfer.lease_s)
             while (message := await connection.outgoing.get()) is not None:
                 yield message
         finally:

@@ -229,7 +229,6 @@ TO_HOLDER = OneOf(
         handoff.Renew: "renew",
         handoff.Release: "release",
         handoff.AbortHandoff: "abort",
-        handoff.Start: "start",
     },
 )
 TO_READER = OneOf(
@@ -240,7 +239,6 @@ TO_READER = OneOf(
         handoff.Sealed: "sealed",
         handoff.Refused: "refused",
         handoff.Ended: "ended",
-        handoff.Drained: "drained",
     },
 )
 WORKER_MESSAGE = OneOf(

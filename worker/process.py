@@ -373,7 +373,7 @@ async def run_worker(
         role=role,
         worker_id=WorkerId(worker_id),
         engine=engine,
-        backend=create_backend(config.transfer.backend),
+        backend=create_backend(config.transfer.backend, host=config.worker.host),
         make_role=make_role,
         telemetry=telemetry,
     )

@@ -8,7 +8,7 @@ What every backend must hold (tests/contract/test_transfer_backends.py runs on a
 - Addresses are used only inside the regions that both sides declared; anything else raises LayoutMismatch and posts
   nothing.
 - A link belongs to one incarnation. ``disconnect`` refuses while operations are pending: giving a handle up does not
-  stop the bytes.
+  stop the bytes. ``abort`` says whether it can.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from enum import Enum
 from typing import Protocol
 
 from core.errors import LayoutMismatch
-from core.handoff import HandoffOutcome, LinkInfo, PeerInfo
+from core.handoff import HandoffOutcome, LeaseRef, LinkInfo, PeerInfo
 from core.ids import Incarnation, WorkerId, format_incarnation
 from kvtransfer.copies import Copies, Copy
 from kvtransfer.layout import Region, region_of
@@ -42,7 +42,8 @@ class OpState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class OpStatus:
-    """``cause`` (PEER_LOST or BACKEND_FAILED) and ``detail`` are given with FAILED only."""
+    """``cause`` and ``detail`` are given with FAILED only. PEER_LOST, BACKEND_FAILED; where the owner sends also its
+    refusals STALE_LEASE and INCOMPATIBLE."""
 
     state: OpState
     cause: HandoffOutcome | None = None
@@ -60,6 +61,9 @@ class Batch:
     remote_region: str
     local_region: str
     copies: Sequence[Copy]
+    lease: LeaseRef | None = None
+    """Where the owner sends: it checks that ``slot`` shows this lease before and after. One-sided reads ignore it."""
+    slot: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -73,7 +77,9 @@ class Link:
     peer: PeerInfo
     num_pending: int = 0
     is_dead: bool = False
-    """Known by poll: the peer's process is gone."""
+    """The peer's process is gone, or the link was aborted: nothing can be moved over it any more."""
+    progress_at: float = 0.0
+    """When an operation of this link was last done, for the transfer loop."""
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +99,8 @@ class Backend(Protocol):
         """Register memory; returns what peers need. Raises BackendFailed. Memory stays valid until after ``close``."""
 
     def connect(self, peer: PeerInfo) -> Link:
-        """Idempotent for each incarnation. Raises PeerLost (not reachable) or LayoutMismatch (does not fit)."""
+        """Idempotent for each incarnation. Raises PeerLost (not reachable; where dialling takes time the first
+        operation says so instead) or LayoutMismatch (does not fit)."""
 
     def post(self, link: Link, batch: Batch) -> Op:
         """Start a READ. May copy synchronously. Raises LayoutMismatch only; every other fault is a FAILED
@@ -101,6 +108,10 @@ class Backend(Protocol):
 
     def poll(self, op: Op) -> OpStatus:
         """Observe one operation. Never raises, also after it was terminal."""
+
+    def abort(self, link: Link) -> bool:
+        """End what is pending on the link without the peer's help, if bytes under way can be stopped: then its
+        operations are FAILED soon, by poll, and the link is dead. Otherwise False, and nothing changes. Idempotent."""
 
     def disconnect(self, link: Link) -> None:
         """Forget the peer. Raises RuntimeError while operations are pending. Idempotent."""

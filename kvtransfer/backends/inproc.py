@@ -142,6 +142,9 @@ class InprocBackend:
             self._fabric.on_done(op.batch)
         return self._finish(op, DONE)
 
+    def abort(self, link: Link) -> bool:
+        return False
+
     def disconnect(self, link: Link) -> None:
         if link.num_pending:
             raise RuntimeError(f"{link.num_pending} operations are pending on {link.peer.link.agent_name}")

@@ -153,6 +153,9 @@ class NixlBackend:
         failed = OpStatus(OpState.FAILED, HandoffOutcome.BACKEND_FAILED, f"NIXL state {state}")
         return self._finish(op, failed).status
 
+    def abort(self, link: Link) -> bool:
+        return False
+
     def disconnect(self, link: Link) -> None:
         assert isinstance(link, _NixlLink)
         if link.num_pending:

@@ -110,16 +110,18 @@ class AdvertisedRegion(_message.Message):
     def __init__(self, name: _Optional[str] = ..., address: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class LinkInfo(_message.Message):
-    __slots__ = ("backend", "agent_name", "metadata", "regions")
+    __slots__ = ("backend", "agent_name", "metadata", "regions", "mode")
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     AGENT_NAME_FIELD_NUMBER: _ClassVar[int]
     METADATA_FIELD_NUMBER: _ClassVar[int]
     REGIONS_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
     backend: str
     agent_name: str
     metadata: bytes
     regions: _containers.RepeatedCompositeFieldContainer[AdvertisedRegion]
-    def __init__(self, backend: _Optional[str] = ..., agent_name: _Optional[str] = ..., metadata: _Optional[bytes] = ..., regions: _Optional[_Iterable[_Union[AdvertisedRegion, _Mapping]]] = ...) -> None: ...
+    mode: TransferMode
+    def __init__(self, backend: _Optional[str] = ..., agent_name: _Optional[str] = ..., metadata: _Optional[bytes] = ..., regions: _Optional[_Iterable[_Union[AdvertisedRegion, _Mapping]]] = ..., mode: _Optional[_Union[TransferMode, str]] = ...) -> None: ...
 
 class PeerInfo(_message.Message):
     __slots__ = ("worker_id", "incarnation", "format", "geometry", "link")
@@ -136,22 +138,18 @@ class PeerInfo(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., format: _Optional[_Union[KVFormat, _Mapping]] = ..., geometry: _Optional[_Union[KVGeometry, _Mapping]] = ..., link: _Optional[_Union[LinkInfo, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("peer", "modes")
+    __slots__ = ("peer",)
     PEER_FIELD_NUMBER: _ClassVar[int]
-    MODES_FIELD_NUMBER: _ClassVar[int]
     peer: PeerInfo
-    modes: _containers.RepeatedScalarFieldContainer[TransferMode]
-    def __init__(self, peer: _Optional[_Union[PeerInfo, _Mapping]] = ..., modes: _Optional[_Iterable[_Union[TransferMode, str]]] = ...) -> None: ...
+    def __init__(self, peer: _Optional[_Union[PeerInfo, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("peer", "mode", "lease_s")
+    __slots__ = ("peer", "lease_s")
     PEER_FIELD_NUMBER: _ClassVar[int]
-    MODE_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     peer: PeerInfo
-    mode: TransferMode
     lease_s: float
-    def __init__(self, peer: _Optional[_Union[PeerInfo, _Mapping]] = ..., mode: _Optional[_Union[TransferMode, str]] = ..., lease_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, peer: _Optional[_Union[PeerInfo, _Mapping]] = ..., lease_s: _Optional[float] = ...) -> None: ...
 
 class LeaseRef(_message.Message):
     __slots__ = ("lease_id", "epoch")
@@ -293,62 +291,32 @@ class Ended(_message.Message):
     message: str
     def __init__(self, handoff_id: _Optional[str] = ..., lease: _Optional[_Union[LeaseRef, _Mapping]] = ..., slug: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
-class Start(_message.Message):
-    __slots__ = ("handoff_id", "lease", "transfer_id", "source_block_ids", "destination_block_ids")
-    HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
-    LEASE_FIELD_NUMBER: _ClassVar[int]
-    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
-    SOURCE_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
-    DESTINATION_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
-    handoff_id: str
-    lease: LeaseRef
-    transfer_id: int
-    source_block_ids: _containers.RepeatedScalarFieldContainer[int]
-    destination_block_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, handoff_id: _Optional[str] = ..., lease: _Optional[_Union[LeaseRef, _Mapping]] = ..., transfer_id: _Optional[int] = ..., source_block_ids: _Optional[_Iterable[int]] = ..., destination_block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class Drained(_message.Message):
-    __slots__ = ("handoff_id", "lease", "transfer_id", "outcome")
-    HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
-    LEASE_FIELD_NUMBER: _ClassVar[int]
-    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
-    OUTCOME_FIELD_NUMBER: _ClassVar[int]
-    handoff_id: str
-    lease: LeaseRef
-    transfer_id: int
-    outcome: HandoffOutcome
-    def __init__(self, handoff_id: _Optional[str] = ..., lease: _Optional[_Union[LeaseRef, _Mapping]] = ..., transfer_id: _Optional[int] = ..., outcome: _Optional[_Union[HandoffOutcome, str]] = ...) -> None: ...
-
 class ToHolder(_message.Message):
-    __slots__ = ("hello", "open", "claim", "renew", "release", "abort", "start")
+    __slots__ = ("hello", "open", "claim", "renew", "release", "abort")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     CLAIM_FIELD_NUMBER: _ClassVar[int]
     RENEW_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
-    START_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     open: Open
     claim: Claim
     renew: Renew
     release: Release
     abort: AbortHandoff
-    start: Start
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., abort: _Optional[_Union[AbortHandoff, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., abort: _Optional[_Union[AbortHandoff, _Mapping]] = ...) -> None: ...
 
 class ToReader(_message.Message):
-    __slots__ = ("welcome", "ready", "sealed", "refused", "ended", "drained")
+    __slots__ = ("welcome", "ready", "sealed", "refused", "ended")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     SEALED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
-    DRAINED_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     ready: Ready
     sealed: Sealed
     refused: Refused
     ended: Ended
-    drained: Drained
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., sealed: _Optional[_Union[Sealed, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ...) -> None: ...
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., sealed: _Optional[_Union[Sealed, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ...) -> None: ...

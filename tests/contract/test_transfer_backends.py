@@ -1,4 +1,4 @@
-"""One suite for every transfer backend, and NIXL between processes, with peers that really die."""
+"""One suite for every transfer backend, also between processes, with peers that really die."""
 
 import subprocess
 import sys
@@ -50,7 +50,7 @@ def read_blocks(backend: Backend, link: Link, remote: list[int], local: list[int
 Pair = tuple[Side, Side, Link]
 
 
-@pytest.fixture(params=["inproc", "nixl"])
+@pytest.fixture(params=["inproc", "nixl", "tcp"])
 def make(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Side]]:
     """Sides of one process over one backend, destroyed at the end."""
     fabric = Fabric()
@@ -171,21 +171,22 @@ def test_backends_come_and_go(make: Callable[[str], Side]) -> None:
         assert p.backend.close() and p.backend.close()
 
 
-# -- NIXL between processes -------------------------------------------------------------------------------------------
+# -- between processes ------------------------------------------------------------------------------------------------
 
 
 class Reader:
     """D in this process, with its transfer thread, and the P processes it reads from."""
 
-    def __init__(self) -> None:
-        self.side = Side(create_backend("nixl"), "D")
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.side = Side(create_backend(backend), "D")
         self.thread: TransferThread = self.side.thread(stall_s=5.0)
         self.thread.start()
         self.processes: list[PeerProcess] = []
         self.next_id = 0
 
     def start(self, worker_id: str = "P", *, seed: int = 1) -> PeerProcess:
-        self.processes.append(PeerProcess(worker_id, seed=seed))
+        self.processes.append(PeerProcess(worker_id, seed=seed, backend=self.backend))
         return self.processes[-1]
 
     def connect(self, process: PeerProcess) -> Link:
@@ -213,9 +214,9 @@ class Reader:
         assert clean
 
 
-@pytest.fixture
-def reader() -> Iterator[Reader]:
-    made = Reader()
+@pytest.fixture(params=["nixl", "tcp"])
+def reader(request: pytest.FixtureRequest) -> Iterator[Reader]:
+    made = Reader(request.param)
     yield made
     made.close()
 

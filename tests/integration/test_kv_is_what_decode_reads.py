@@ -63,6 +63,9 @@ class CorruptingBackend:
             view_memory(address, 1)[0] ^= 0x20
         return status
 
+    def abort(self, link: Link) -> bool:
+        return self._inner.abort(link)
+
     def disconnect(self, link: Link) -> None:
         self._inner.disconnect(link)
 

@@ -1,4 +1,5 @@
-"""A prefill worker's memory in a process of its own: ``python -m tests.support.transfer_peer WORKER_ID SEED``.
+"""A prefill worker's memory in a process of its own: ``python -m tests.support.transfer_peer WORKER_ID SEED
+GEOMETRY BACKEND``.
 
 Lines of JSON: it says how it is reached, then answers commands on standard input until that closes.
 """
@@ -10,7 +11,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from core.handoff import DigestKind, Grant, LeaseRef, LinkInfo, PeerInfo
+from core.handoff import DigestKind, Grant, LeaseRef, LinkInfo, PeerInfo, TransferMode
 from core.ids import HandoffId, Incarnation, LeaseId, WorkerId
 from core.kv import KVFormat, KVGeometry, KVOrder
 from kvtransfer.backends import create_backend
@@ -26,6 +27,7 @@ def peer_to_json(peer: PeerInfo) -> dict[str, Any]:
 def peer_from_json(fields: dict[str, Any]) -> PeerInfo:
     link = dict(fields["link"])
     link["metadata"] = base64.b64decode(link["metadata"])
+    link["mode"] = TransferMode(link["mode"])
     link["regions"] = tuple((name, address, num_bytes) for name, address, num_bytes in link["regions"])
     return PeerInfo(
         worker_id=WorkerId(fields["worker_id"]),
@@ -43,7 +45,9 @@ def geometry_from_json(fields: dict[str, Any]) -> KVGeometry:
 class PeerProcess:
     """Starts the program and talks to it."""
 
-    def __init__(self, worker_id: str, *, seed: int = 1, geometry: KVGeometry = GEOMETRY) -> None:
+    def __init__(
+        self, worker_id: str, *, seed: int = 1, geometry: KVGeometry = GEOMETRY, backend: str = "nixl"
+    ) -> None:
         command = [
             sys.executable,
             "-m",
@@ -51,6 +55,7 @@ class PeerProcess:
             worker_id,
             str(seed),
             json.dumps(asdict(geometry)),
+            backend,
         ]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.peer = peer_from_json(self._answer())
@@ -102,8 +107,8 @@ class PeerProcess:
         return answer
 
 
-def main(worker_id: str, seed: int, geometry: KVGeometry) -> None:
-    side = Side(create_backend("nixl"), worker_id, geometry=geometry)
+def main(worker_id: str, seed: int, geometry: KVGeometry, backend: str) -> None:
+    side = Side(create_backend(backend), worker_id, geometry=geometry)
     side.fill(seed)
     _say(peer_to_json(side.peer))
     for line in sys.stdin:
@@ -133,4 +138,4 @@ def _say(fields: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), geometry_from_json(json.loads(sys.argv[3])))
+    main(sys.argv[1], int(sys.argv[2]), geometry_from_json(json.loads(sys.argv[3])), sys.argv[4])

@@ -96,6 +96,15 @@ def test_a_stall_counts_from_the_last_progress() -> None:
     assert isinstance(finish, Finish) and finish.outcome is HandoffOutcome.STALLED
 
 
+def test_waiting_behind_others_of_the_link_is_not_a_stall() -> None:
+    fetch = session()
+    fetch.handle(Start(), 5.0)
+    assert fetch.handle(Tick(progress_at=14.0), 20.0) == []
+    assert not fetch.is_stalled(23.9) and fetch.is_stalled(24.0)
+    (finish,) = fetch.handle(Tick(progress_at=14.0), 24.0)
+    assert isinstance(finish, Finish) and finish.outcome is HandoffOutcome.STALLED
+
+
 def test_the_queue_is_not_a_stall_but_the_deadline_ends_it() -> None:
     fetch = session()
     assert fetch.handle(Tick(), 99.0) == []
