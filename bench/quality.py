@@ -90,7 +90,7 @@ def measure_quality(model: str, dtypes: Sequence[tuple[str, str]], num_prompts: 
         chunk = Chunk(sequence=one, start=0, num_tokens=len(tokens) - 1)
         model = engine.model
         batch = build_batch([chunk], engine.cache, num_heads=model.config.num_heads, row_multiple=model.row_multiple)
-        hidden = model.forward(batch.tokens_T, batch.positions_T, batch.plan)
+        hidden = model.forward(batch.tokens_T, batch.plan)
         engine.pool.free(one.block_table)
         return torch.log_softmax(model.logits(hidden[num_prompt_tokens - 1 : len(tokens) - 1]), -1)
 

@@ -7,10 +7,8 @@ import torch
 from torch import Tensor
 
 from engine.kv_cache import KVCache
-from engine.model.attention import AttentionPlan
-from engine.model.keys import Span
+from engine.model.attention import AttentionPlan, Span
 from engine.model.linear import round_up
-from engine.model.mirror import KVMirror
 from engine.scheduler import Chunk
 
 
@@ -19,7 +17,6 @@ class StepBatch:
     """Rows ``[T]`` of one forward pass: the tokens of all chunks in turn, then padding."""
 
     tokens_T: Tensor
-    positions_T: Tensor
     plan: AttentionPlan
     sampled: tuple[Chunk, ...]
     sampled_rows_R: Tensor
@@ -27,26 +24,16 @@ class StepBatch:
     num_tokens: int
 
 
-def build_batch(
-    chunks: Sequence[Chunk], cache: KVCache, *, num_heads: int, row_multiple: int, mirror: KVMirror | None = None
-) -> StepBatch:
-    """Lay out the chunks and prepare their blocks: one that a chunk begins and does not fill is cleared."""
+def build_batch(chunks: Sequence[Chunk], cache: KVCache, *, num_heads: int, row_multiple: int) -> StepBatch:
+    """Lay out the chunks."""
     tokens: list[int] = []
-    positions: list[int] = []
     spans: list[Span] = []
     sampled: list[Chunk] = []
     sampled_rows: list[int] = []
-    block_size = cache.geometry.block_size
     for chunk in chunks:
         sequence = chunk.sequence
         tokens += sequence.tokens[chunk.start : chunk.end]
-        positions += range(chunk.start, chunk.end)
-        spans.append(
-            Span(block_table=sequence.block_table, start=chunk.start, num_tokens=chunk.num_tokens, owner=sequence)
-        )
-        last_block = chunk.end // block_size
-        if chunk.end % block_size and last_block * block_size >= chunk.start:
-            cache.clear([sequence.block_table[last_block]])
+        spans.append(Span(block_table=sequence.block_table, start=chunk.start, num_tokens=chunk.num_tokens))
         if chunk.is_sampled:
             sampled.append(chunk)
             sampled_rows.append(len(tokens) - 1)
@@ -55,8 +42,7 @@ def build_batch(
     sampled_rows += [0] * (round_up(len(sampled_rows), row_multiple) - len(sampled_rows))
     return StepBatch(
         tokens_T=torch.tensor(tokens + padding),
-        positions_T=torch.tensor(positions + padding),
-        plan=AttentionPlan(cache, spans, num_heads, mirror),
+        plan=AttentionPlan(cache, spans, num_heads),
         sampled=tuple(sampled),
         sampled_rows_R=torch.tensor(sampled_rows, dtype=torch.long),
         num_tokens=num_tokens,

@@ -31,8 +31,6 @@ class EngineConfig:
     """Of weights and arithmetic: float32, bfloat16 or int8."""
     kv_dtype: str = "auto"
     """float32 or bfloat16. ``auto``: as docs/measurements.md found it best beside ``dtype``."""
-    mirror_bytes: int = 1 << 30
-    """At most, for a second, contiguous copy of the KV of sequences that decode (engine/model/mirror.py)."""
     invariant: bool = True
     """Law 3 bitwise: rows of a step are padded so that none depends on the others."""
     prefix_cache: bool = True

@@ -29,8 +29,8 @@ from engine.config import EngineConfig as EngineConfig
 from engine.config import resolve
 from engine.grammar import Grammars
 from engine.kv_cache import KVCache
+from engine.model.attention import AttentionPlan
 from engine.model.decoder import Decoder
-from engine.model.mirror import KVMirror
 from engine.prompt_scores import score_prompts
 from engine.sampler import Sampled, sample
 from engine.scheduler import Chunk, Limits, Scheduler
@@ -109,7 +109,7 @@ class Engine:
         )
         assert self.model.dtype == self.format.compute_dtype, "shared weights are of one dtype"
         self.cache = KVCache(shape, self.limits.num_blocks)
-        self._mirror = KVMirror(self.cache, max_bytes=config.mirror_bytes, max_seats=config.max_sequences)
+        self.model.compile(AttentionPlan(self.cache, [], files.config.num_heads))
         self.pool = BlockPool(self.limits.num_blocks)
         self.grammars = Grammars(
             files.tokenizer(), vocab_size=self.limits.vocab_size, eos_token_ids=files.config.eos_token_ids
@@ -248,14 +248,8 @@ class Engine:
     @torch.inference_mode()
     def _run(self, chunks: tuple[Chunk, ...]) -> list[SequenceOutput]:
         started_at = time.monotonic()
-        batch = build_batch(
-            chunks,
-            self.cache,
-            num_heads=self.model.config.num_heads,
-            row_multiple=self._row_multiple,
-            mirror=self._mirror,
-        )
-        hidden_TH = self.model.forward(batch.tokens_T, batch.positions_T, batch.plan)
+        batch = build_batch(chunks, self.cache, num_heads=self.model.config.num_heads, row_multiple=self._row_multiple)
+        hidden_TH = self.model.forward(batch.tokens_T, batch.plan)
         if any(chunk.sequence.prompt_scores is not None for chunk in chunks):
             score_prompts(self.model, hidden_TH, chunks, self._row_multiple)
         sampled: list[Sampled] = []

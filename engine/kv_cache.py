@@ -1,13 +1,14 @@
 """The KV memory of one worker: one tensor, block-major, head next (design.md 4).
 
 ``[block, kv_head, layer, k/v, slot, head_dim]``: a block of all layers is one contiguous range, a head of a block
-too, and a tile ``[slot, head_dim]`` is what attention loads. One block more than the pool has is kept behind the
-region that peers may read: the *pad block*, always zero, with which block tables are filled up to whole tiles.
+too, and a tile ``[slot, head_dim]`` is what attention loads.
 """
 
 import mmap
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -65,7 +66,7 @@ class KVCache:
         # An anonymous mapping is page-aligned, zero, and costs nothing until it is touched; torch.zeros would touch
         # it all.
         try:
-            self._memory = mmap.mmap(-1, num_bytes + shape.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
             raise ConfigError(
                 f"cannot have {num_bytes} bytes for {num_blocks} KV blocks ({error}); "
@@ -74,26 +75,15 @@ class KVCache:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         self.tensor: Tensor = torch.frombuffer(self._memory, dtype=TORCH_DTYPES[shape.dtype]).view(
-            num_blocks + 1, shape.num_kv_heads, shape.num_layers, 2, shape.block_size, shape.head_dim
+            num_blocks, shape.num_kv_heads, shape.num_layers, 2, shape.block_size, shape.head_dim
         )
-        """All blocks and the pad block."""
         self.region = MemoryRegion(name=KV_REGION, address=self.tensor.data_ptr(), num_bytes=num_bytes)
         assert self.region.address % mmap.PAGESIZE == 0
-        self.tiles: Tensor = self.tensor.view(-1, shape.block_size * shape.head_dim)
-        """One row for each (block, kv_head, layer, k/v): a tile ``[slot, head_dim]``."""
-        self.slots: Tensor = self.tensor.view(-1, shape.head_dim)
-        """One row for each (block, kv_head, layer, k/v, slot)."""
-
-    @property
-    def pad_block(self) -> int:
-        return self.geometry.num_blocks
-
-    def clear(self, blocks: list[int]) -> None:
-        """Make blocks all zero. Stale values in slots behind a sequence's end get weight zero, but zero times NaN is
-        NaN.
-        """
-        for block in blocks:
-            self.tensor[block].zero_()
+        is_half = shape.dtype == "bfloat16"
+        self.array: npt.NDArray[np.float32 | np.uint16] = (
+            self.tensor.view(torch.uint16) if is_half else self.tensor
+        ).numpy()
+        """The same memory for compiled code; bfloat16 as its bits."""
 
     def copy_block(self, source: int, target: int, num_slots: int) -> None:
         """Copy the first ``num_slots`` tokens of a block (it may be the target); the rest of the target becomes

@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.model.attention import AttentionPlan
 from engine.model.linear import Linear, Linears, NormedLinear, make_linears
 from engine.model.mlp import Experts, GatedMLP
-from engine.model.rope import rope_tables, rotate
+from engine.model.rope import RopeTables, rope_tables
 from engine.model.weights import WeightReader
 from modelfiles.config import ExpertsConfig, ModelConfig
 from modelfiles.model import ModelFiles
@@ -63,36 +63,36 @@ class Decoder:
         """Of the rows of a step and of :meth:`logits`, for law 3 bitwise."""
         return self._linears.row_multiple
 
-    def forward(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
+    def forward(self, tokens_T: Tensor, plan: AttentionPlan) -> Tensor:
         """Hidden states ``[T, hidden]`` before the last norm; KV of the plan's rows is written on the way."""
-        rope = [table[positions_T] for table in self._rope]
-        local_rope = rope if self._local_rope is self._rope else [table[positions_T] for table in self._local_rope]
         x = F.embedding(tokens_T, self._embedding)
         if self._embedding_scale is not None:
             x.mul_(self._embedding_scale)
         attended_THD = torch.zeros(len(tokens_T), self.config.num_heads, self.config.head_dim)
         for index, layer in enumerate(self._layers):
-            self._attend(index, layer, x, rope if layer.window is None else local_rope, plan, attended_THD)
+            self._attend(index, layer, x, plan, attended_THD)
             self._add(x, layer.attention_out, attended_THD.view(len(tokens_T), -1), layer.attention_post_gain)
             self._add(x, layer.mlp, x, layer.mlp_post_gain)
         return x
+
+    def compile(self, plan: AttentionPlan) -> None:
+        """Have what is compiled at its first use compiled now; ``plan`` has no rows."""
+        config = self.config
+        qkv = torch.zeros(1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+        plan.attend(0, qkv, self._rope, torch.zeros(1, config.num_heads, config.head_dim))
 
     def logits(self, hidden_R: Tensor) -> Tensor:
         """Scores ``[R, V]`` of rows of :meth:`forward`'s result."""
         return self._head(hidden_R)
 
-    def _attend(
-        self, index: int, layer: _Layer, x: Tensor, rope: list[Tensor], plan: AttentionPlan, out_THD: Tensor
-    ) -> None:
-        num_rows, num_heads, num_kv_heads = len(x), self.config.num_heads, self.config.num_kv_heads
-        qkv = layer.qkv(x)
-        qk_THD = qkv[:, : self.config.q_size + self.config.kv_size].view(num_rows, num_heads + num_kv_heads, -1)
-        normed_THD = qk_THD
+    def _attend(self, index: int, layer: _Layer, x: Tensor, plan: AttentionPlan, out_THD: Tensor) -> None:
+        config = self.config
+        qkv = layer.qkv(x).view(len(x), -1, config.head_dim)
         if layer.qk_gain_HD is not None:
-            normed_THD = F.rms_norm(qk_THD, qk_THD.shape[-1:], None, self.config.rms_norm_eps) * layer.qk_gain_HD
-        qk_THD.copy_(rotate(normed_THD, *rope))
-        plan.write(index, qkv[:, self.config.q_size :].view(num_rows, 2, num_kv_heads, -1))
-        plan.attend(index, qk_THD[:, :num_heads], out_THD, layer.window)
+            qk_THD = qkv[:, : config.num_heads + config.num_kv_heads]
+            qk_THD.copy_(F.rms_norm(qk_THD, qk_THD.shape[-1:], None, config.rms_norm_eps).mul_(layer.qk_gain_HD))
+        rope: RopeTables = self._rope if layer.window is None else self._local_rope
+        plan.attend(index, qkv, rope, out_THD, layer.window)
 
     def _add(self, residual: Tensor, layer: Linear, x: Tensor, post_gain: Tensor | None) -> None:
         if post_gain is None:

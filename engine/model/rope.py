@@ -6,28 +6,33 @@ each frequency by its own number. All as in transformers' ``modeling_rope_utils`
 """
 
 import math
+from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from modelfiles.config import RopeScaling
 
 
-def rope_tables(head_dim: int, theta: float, scaling: RopeScaling | None, max_context: int) -> tuple[Tensor, Tensor]:
-    """``cos`` and ``sin`` of every position, ``[position, 1, head_dim]`` in float32.
+@dataclass(frozen=True, slots=True)
+class RopeTables:
+    """``cos`` and ``sin`` of every position, ``[position, head_dim]`` in float32.
 
     The sign of the rotation is in ``sin``: its first half is negative. So rotating is ``x cos + swap_halves(x) sin``.
     """
+
+    cos: npt.NDArray[np.float32]
+    sin: npt.NDArray[np.float32]
+
+
+def rope_tables(head_dim: int, theta: float, scaling: RopeScaling | None, max_context: int) -> RopeTables:
     inverse_D = _inverse_frequencies(head_dim, theta, scaling)
     angles = torch.arange(max_context, dtype=torch.float32)[:, None] * inverse_D[None, :]
     factor = 1.0 if scaling is None else scaling.attention_factor
     cos, sin = angles.cos() * factor, angles.sin() * factor
-    return torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
-
-
-def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-    """Rotate each head of each token to its position."""
-    return torch.addcmul(x_THD * cos_T1D, x_THD.roll(x_THD.shape[-1] // 2, -1), sin_T1D)
+    return RopeTables(torch.cat([cos, cos], -1).numpy(), torch.cat([-sin, sin], -1).numpy())
 
 
 def _inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:

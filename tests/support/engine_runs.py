@@ -95,7 +95,7 @@ def teacher_forced(engine: Engine, tokens: list[int], *, last: int = 0) -> Tenso
     model = engine.model
     with torch.inference_mode():
         batch = build_batch([chunk], engine.cache, num_heads=model.config.num_heads, row_multiple=model.row_multiple)
-        hidden = model.forward(batch.tokens_T, batch.positions_T, batch.plan)
+        hidden = model.forward(batch.tokens_T, batch.plan)
         scores = model.logits(hidden[len(tokens) - last : len(tokens)] if last else hidden)[: len(tokens)]
     engine.pool.free(blocks)
     return scores

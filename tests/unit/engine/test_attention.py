@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from engine.kv_cache import KVCache, KVShape
-from engine.model.attention import AttentionPlan
-from engine.model.keys import Span
-from engine.model.linear import ROW_MULTIPLE, round_up
+from engine.model.attention import AttentionPlan, Span
+from engine.model.rope import RopeTables
 
 HEADS, KV_HEADS, DIM, LENGTH = 6, 2, 16, 700
+AS_THEY_ARE = RopeTables(np.ones((LENGTH, DIM), np.float32), np.zeros((LENGTH, DIM), np.float32))
+"""Of a rotation by nothing."""
 
 
 class Paged:
@@ -29,21 +31,17 @@ class Paged:
         self.cache.tensor[: num_blocks + 3] = garbage
         self.table = random.Random(2).sample(range(num_blocks + 3), num_blocks)
 
-    def run(self, *spans: tuple[int, int], is_first: bool = True, layer: int = 1, window: int | None = None) -> Tensor:
+    def run(self, *spans: tuple[int, int], layer: int = 1, window: int | None = None) -> Tensor:
         """Attention of the given (start, number) spans in one step; earlier keys must have been written."""
-        for start, number in spans if is_first else ():
-            end, size = start + number, self.cache.geometry.block_size
-            if end % size and end // size * size >= start:
-                self.cache.clear([self.table[end // size]])  # as the step does with a block that it begins
         plan = AttentionPlan(
             self.cache, [Span(block_table=self.table, start=start, num_tokens=number) for start, number in spans], HEADS
         )
         rows = torch.cat([torch.arange(start, start + number) for start, number in spans])
-        padding = torch.zeros(round_up(len(rows), ROW_MULTIPLE) - len(rows), dtype=torch.long)
-        padded = torch.cat([rows, padding])
-        out = torch.zeros(len(padded), HEADS, DIM)
-        plan.write(layer, self.kv[padded])
-        plan.attend(layer, self.q[padded], out, window)
+        padded = torch.cat([rows, torch.zeros(3, dtype=torch.long)])
+        out = torch.full((len(padded), HEADS, DIM), 5.0)
+        qkv = torch.cat([self.q[padded], self.kv[padded].flatten(1, 2)], 1)
+        plan.attend(layer, qkv, AS_THEY_ARE, out, window)
+        assert (out[len(rows) :] == 5.0).all(), "padding is left alone"
         return out[: len(rows)]
 
 
@@ -81,9 +79,9 @@ def test_bits_do_not_depend_on_who_shares_the_step(whole: Tensor) -> None:
     paged = Paged()
     paged.run((0, LENGTH))  # writes all keys; the runs below write the same values again
     positions = [699, 0, 127, 128, 3, 255, 256, 500, 640, 31, 511, 64]
-    single = paged.run(*((position, 1) for position in positions), is_first=False)
+    single = paged.run(*((position, 1) for position in positions))
     assert torch.equal(single, whole[positions])
-    mixed = paged.run((5, 1), (100, 33), (600, 1), (300, 2), (250, 1), is_first=False)
+    mixed = paged.run((5, 1), (100, 33), (600, 1), (300, 2), (250, 1))
     assert torch.equal(mixed, torch.cat([whole[5:6], whole[100:133], whole[600:601], whole[300:302], whole[250:251]]))
 
 
@@ -103,5 +101,5 @@ def test_a_window_equals_the_textbook_and_its_bits_do_not_depend_on_chunks_or_bl
         parts = [paged.run((start, min(chunk, LENGTH - start)), window=window) for start in range(0, LENGTH, chunk)]
         assert torch.equal(torch.cat(parts), whole), f"chunks of {chunk}, blocks of {block_size}"
     paged.run((0, LENGTH))
-    mates = paged.run((640, 1), (5, 1), (127, 1), (300, 60), (699, 1), is_first=False, window=window)
+    mates = paged.run((640, 1), (5, 1), (127, 1), (300, 60), (699, 1), window=window)
     assert torch.equal(mates, torch.cat([whole[640:641], whole[5:6], whole[127:128], whole[300:360], whole[699:]]))

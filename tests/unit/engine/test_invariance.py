@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from engine.model import linear_float32, linear_int8
-from engine.model.keys import KEY_TILE
 from engine.model.linear import ROW_MULTIPLE, make_linears
 from engine.model.linear_float32 import Float32Linear
 from engine.model.rotation import rotation
@@ -108,27 +107,3 @@ def test_a_row_of_zeros_stays_one() -> None:
     linears, ones = make_linears("int8", may_rotate=False), torch.ones(8, 8)
     for linear in (linears.linear(ones), linears.normed(ones[0], ones, None, 1e-5)):
         assert torch.equal(linear(torch.zeros(3, 8)), torch.zeros(3, 8))
-
-
-@pytest.mark.usefixtures("num_threads")
-def test_rows_of_batched_products_do_not_depend_on_their_number_or_batch() -> None:
-    """Scores and weighted values of attention: tiles of fixed size, any number of rows, any number of sequences."""
-    generator = torch.Generator().manual_seed(0)
-    head_dim, num_keys = 64, 4 * KEY_TILE
-    q = torch.randn(1, 192, head_dim, generator=generator)
-    keys, values = (torch.randn(1, num_keys, head_dim, generator=generator) for _ in range(2))
-    scores = torch.bmm(q, keys.transpose(1, 2))
-    weights = scores.softmax(-1)
-    first = torch.bmm(weights[:, :, :KEY_TILE], values[:, :KEY_TILE])
-    second = torch.baddbmm(first, weights[:, :, KEY_TILE : 2 * KEY_TILE], values[:, KEY_TILE : 2 * KEY_TILE])
-    for number in range(ROW_MULTIPLE, 193, ROW_MULTIPLE):
-        for batch in (1, 3, 24):
-            rows = [each[:, 192 - number :].expand(batch, -1, -1).contiguous() for each in (q, weights)]
-            for some_keys in (KEY_TILE, num_keys):
-                k = keys[:, :some_keys].expand(batch, -1, -1).contiguous()
-                assert torch.equal(torch.bmm(rows[0], k.transpose(1, 2))[-1], scores[0, 192 - number :, :some_keys])
-            v = values.expand(batch, -1, -1).contiguous()
-            out = torch.bmm(rows[1][:, :, :KEY_TILE], v[:, :KEY_TILE])
-            assert torch.equal(out[-1], first[0, 192 - number :])
-            out.baddbmm_(rows[1][:, :, KEY_TILE : 2 * KEY_TILE], v[:, KEY_TILE : 2 * KEY_TILE])
-            assert torch.equal(out[-1], second[0, 192 - number :])

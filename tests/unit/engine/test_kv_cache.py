@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from dataclasses import replace
 
 import pytest
 import torch
@@ -28,18 +29,13 @@ def test_blocks_and_heads_are_contiguous_ranges_at_computed_addresses() -> None:
     assert values[:first].eq(0).all() and values[last:].eq(0).all()
 
 
-def test_rows_of_tiles_and_slots_follow_the_declared_order() -> None:
-    cache = KVCache(SHAPE, 5)
-    cache.tensor[2, 1, 2, 1, 3, :] = 9.0
-    tile = ((2 * 2 + 1) * 3 + 2) * 2 + 1
-    assert cache.tiles[tile].view(4, 8)[3].eq(9.0).all()
-    assert cache.slots[tile * 4 + 3].eq(9.0).all()
-
-
-def test_the_pad_block_lies_behind_the_region() -> None:
-    cache = KVCache(SHAPE, 5)
-    assert cache.pad_block == 5
-    assert cache.tensor[cache.pad_block].data_ptr() == cache.region.address + cache.region.num_bytes
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_compiled_code_sees_the_same_memory(dtype: str) -> None:
+    cache = KVCache(replace(SHAPE, dtype=dtype), 5)
+    cache.tensor[2, 1, 2, 1, 3, :] = -2.0
+    numbers = cache.array[2, 1, 2, 1, 3]
+    assert (numbers == (0xC000 if dtype == "bfloat16" else -2.0)).all()
+    assert cache.array.ctypes.data == cache.region.address and cache.array.nbytes == cache.region.num_bytes
 
 
 def test_memory_that_cannot_hold_one_sequence_is_refused_with_the_remedy() -> None:
