@@ -3,7 +3,7 @@
 Kinds of damage (each belongs to a defence; with all defences in place none is ever seen)::
 
     wrong content       attention, or the prefix cache, met bytes that are not what the tokens say   slot, digests
-    late write          an operation wrote into a block that is not in custody                       custody
+    late write          an operation wrote into a block that was given up, or to somebody else       custody
     old incarnation     KV was read from another start of a worker than the one that was meant       incarnations
     wrongly ended       a reader that is not the holder ended a lease                                claims
     leased block written a block changed while it was held for a reader                              tail copy
@@ -18,12 +18,11 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
-import numpy as np
-
 from core.handoff import AbortHandoff, PeerInfo, Release
-from core.ids import HandoffId, Incarnation, WorkerId
+from core.ids import BlockHash, HandoffId, Incarnation, WorkerId
 from core.kv import hash_blocks
 from core.types import Role
 from engine.sequence import Sequence
@@ -31,7 +30,7 @@ from kvtransfer.backends.base import Batch, Identity
 from kvtransfer.fetch import FetchRequest
 from kvtransfer.memory import REGION_KV
 from tests.support.virtual.cluster import VirtualCluster
-from tests.support.virtual.content_engine import BLOCK_SIZE, answer_to, content_of
+from tests.support.virtual.content_engine import BLOCK_SIZE, SHAPE, answer_to, content_of
 from tests.support.virtual.worker import VirtualWorker
 
 
@@ -62,6 +61,10 @@ class Audit:
     newest: dict[tuple[Incarnation, WorkerId], Incarnation] = field(default_factory=dict)
     """(D, worker) -> the newest start that D has probed."""
     holders: dict[tuple[Incarnation, str], Holder] = field(default_factory=dict)
+    times_taken: Counter[tuple[Incarnation, int]] = field(default_factory=Counter)
+    """(D, its block) -> how often it was allocated."""
+    posted: dict[int, tuple[Batch, list[int]]] = field(default_factory=dict)
+    """Operation -> how often each of its blocks had been allocated by then."""
     sealed: dict[tuple[Incarnation, int], tuple[tuple[int, ...], bytes]] = field(default_factory=dict)
     """(P, lease) -> blocks and their bytes when they were sealed."""
 
@@ -134,6 +137,15 @@ class Audit:
         intake, transfers, custody, me = worker.role._intake, worker.transfers, worker.custody, worker.incarnation
         make_request, fetch, quarantine = intake._fetch_request, transfers.fetch, custody.quarantine
         of_transfer: dict[int, str] = {}
+        pool = worker.engine.pool
+        take = pool._take
+
+        def on_take(*asked: Any) -> Any:
+            taken = take(*asked)
+            self.times_taken.update((me, block) for block in taken[0][taken[1] :])
+            return taken
+
+        pool._take = on_take  # type: ignore[method-assign]
 
         def on_request(grant: Any, blocks: Any, admission: Any) -> FetchRequest:
             request: FetchRequest = make_request(grant, blocks, admission)
@@ -164,23 +176,30 @@ class Audit:
         newest = self.newest.setdefault(key, peer.incarnation)
         if batch.remote_region != REGION_KV:
             self.newest[key] = max(newest, peer.incarnation)
-        elif peer.incarnation < newest:
+            return
+        if peer.incarnation < newest:
             self.report("old incarnation", f"{reader.agent_name} still reads {peer.link.agent_name}")
+        self.posted[id(batch)] = (batch, self._times_taken(reader.incarnation, batch))
 
     def on_move(self, reader: Identity, batch: Batch) -> None:
-        if batch.local_region == REGION_KV:
-            worker = self._worker(reader.incarnation)
-            pool, size = worker.engine.pool, worker.engine.geometry.block_bytes
-            for block in blocks_of(batch, size):
-                if not pool._custody[block]:
-                    self.report("late write", f"{worker.process.name} block {block}")
-            if not pool.counts().is_conserved():
-                self.report("leak", f"{worker.process.name}: {pool.counts()}")
+        if batch.local_region != REGION_KV:
+            return
+        pool = self.worker(reader.incarnation).engine.pool
+        before = self.posted[id(batch)][1]
+        now = self._times_taken(reader.incarnation, batch)
+        for block, at_post, at_move in zip(blocks_of(batch, SHAPE.block_bytes), before, now, strict=True):
+            if at_post != at_move or not pool._is_held(block):
+                self.report("late write", f"{reader.agent_name} block {block}")
+        if not pool.counts().is_conserved():
+            self.report("leak", f"{reader.agent_name}: {pool.counts()}")
+
+    def _times_taken(self, incarnation: Incarnation, batch: Batch) -> list[int]:
+        return [self.times_taken[incarnation, block] for block in blocks_of(batch, SHAPE.block_bytes)]
 
     def on_wrong(self, worker: VirtualWorker, sequence: Sequence, index: int, block: int) -> None:
         self.report("wrong content", f"{worker.process.name} {sequence.key} place {index}, block {block}")
 
-    def _worker(self, incarnation: Incarnation) -> VirtualWorker:
+    def worker(self, incarnation: Incarnation) -> VirtualWorker:
         return next(each for each in self.cluster.workers if each.incarnation == incarnation)
 
     # -- watching requests --------------------------------------------------------------------------------------------
@@ -230,19 +249,12 @@ class Audit:
 
     def _check_cache(self, worker: VirtualWorker) -> None:
         """Whatever the prefix cache offers is what its hash names."""
-        blocks = dict(worker.engine.pool._cache._blocks)
+        cache = worker.engine.pool._cache._blocks
         for answer in self.cluster.answers:
-            request = answer.request
-            tokens = (*request.prompt_token_ids, *answer_to(request.prompt_token_ids, request.sampling.max_tokens))
-            for index, block_hash in enumerate(hash_blocks(tokens, BLOCK_SIZE)):
-                block = blocks.get(block_hash)
-                if block is not None:
-                    start = index * BLOCK_SIZE
-                    expected = content_of(tokens[: start + BLOCK_SIZE], start)
-                    if not np.array_equal(worker.engine.kv[block], expected):
-                        self.report(
-                            "wrong content", f"{worker.process.name} offers block {block} of {request.request_id}"
-                        )
+            for block_hash, content in _published(answer.request.prompt_token_ids, answer.request.sampling.max_tokens):
+                block = cache.get(block_hash)
+                if block is not None and self._bytes(worker, [block]) != content:
+                    self.report("wrong content", f"{worker.process.name} offers block {block}")
 
     def check_transfers(self) -> None:
         """One end for each fetch, with an outcome of the closed set."""
@@ -264,6 +276,16 @@ class Bugs(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
         self.texts.append(f"{record.getMessage()}: {error!r}")
+
+
+@lru_cache(maxsize=256)
+def _published(prompt: tuple[int, ...], num_tokens: int) -> list[tuple[BlockHash, bytes]]:
+    """Hash and content of every complete block that a request may have published."""
+    tokens = (*prompt, *answer_to(prompt, num_tokens))
+    return [
+        (block_hash, content_of(tokens[: start + BLOCK_SIZE], start).tobytes())
+        for start, block_hash in zip(range(0, len(tokens), BLOCK_SIZE), hash_blocks(tokens, BLOCK_SIZE), strict=False)
+    ]
 
 
 def blocks_of(batch: Batch, block_bytes: int) -> list[int]:

@@ -1,6 +1,6 @@
 """The injector: seeded faults through the real hand-off, on the inproc backend and in virtual time.
 
-A *case* is a small cluster, a few requests and one to three faults (:mod:`tests.faults.kinds`). It ends with an audit
+A *case* is a small cluster, a few requests and one to five faults (:mod:`tests.faults.kinds`). It ends with an audit
 (:mod:`tests.faults.audit`): nothing wrong was attended to or published, every block is accounted for and back, every
 request and hand-off has ended, and the cluster still answers. A case is its seed: run one again with
 ``python -m tests.faults.inject --seed N --cases 1``.
@@ -88,7 +88,7 @@ class Case(Hooks):
         self.rng = rng = random.Random(seed)
         self.digest = rng.choices(list(_CONFIGS), weights=(2, 6, 1))[0]
         usable = [each for each in kinds or KINDS if self.digest is not DigestKind.OFF or each not in NEEDS_DIGESTS]
-        self.kinds = [rng.choice(usable) for _ in range(rng.choice((1, 2, 2, 3, 3)))] if usable else []
+        self.kinds = [rng.choice(usable) for _ in range(rng.choice((1, 2, 3, 4, 5)))] if usable else []
         self.block_bytes = SHAPE.block_bytes
         self.context = copy_context()
         self.faults: list[Injected] = []
@@ -111,7 +111,7 @@ class Case(Hooks):
         self.audit.on_post(reader, peer, batch)
         if self.is_quiet:
             return None
-        worker = self.audit._worker(reader.incarnation)
+        worker = self.audit.worker(reader.incarnation)
         handoff = self._handoff_of(worker, batch)
         for fault in self.faults:
             applied = fault.on_post(worker, batch, handoff)
@@ -239,7 +239,7 @@ class Case(Hooks):
                 cluster.start(f"{role}-{number}", num_blocks=num_blocks)
         for kind in self.kinds:
             self.faults.append(KINDS[kind](kind, self, random.Random(rng.random())))
-        for _ in range(rng.choice((2, 3, 4))):
+        for _ in range(rng.choice((1, 2, 3))):
             self._ask()
             await asyncio.sleep(rng.choice((0.0, 0.001, 0.01)))
         await cluster.until(lambda: all(answer.is_over for answer in cluster.answers), _OVER_S)
@@ -369,13 +369,15 @@ class Tally:
 def run_cases(seeds: Iterable[int], kinds: Iterable[str] | None = None) -> Tally:
     tally = Tally()
     is_collecting = gc.isenabled()
-    gc.disable()  # cycles of thousands of small clusters: collected in one go from time to time
+    gc.disable()  # cycles of thousands of small clusters: collected from time to time, without what was there before
+    gc.freeze()
     try:
         for number, seed in enumerate(seeds):
             tally.add(run_case(seed, kinds))
             if number % 50 == 49:
                 gc.collect()
     finally:
+        gc.unfreeze()
         if is_collecting:
             gc.enable()
     return tally

@@ -45,7 +45,7 @@ Bytes = NDArray[np.uint8]
 class Injected:
     """One fault. ``handoff`` is the hand-off it hit, if it hit one."""
 
-    first_hits = 3
+    first_hits = 2
     """It strikes at one of the first so many chances."""
 
     def __init__(self, kind: str, case: Case, rng: random.Random) -> None:
@@ -231,7 +231,15 @@ class Message(Injected):
         super().__init__(kind, case, rng)
         self._what = what
         self._types = rng.choice(
-            ((Open,), (Sealed,), (Release,), (Renew,), (AbortHandoff, Release), (Ended, Refused), (Welcome,), (object,))
+            (
+                (Open,),
+                (Sealed,),
+                (Release,),
+                (Renew, AbortHandoff, Release),
+                (Ended, Refused, Sealed),
+                (Welcome,),
+                (object,),
+            )
         )
 
     def on_message(self, pipe: Pipe, message: Any) -> list[tuple[Any, float]] | None:
@@ -318,7 +326,7 @@ class Forged(Injected):
 class AtAnyEvent(Injected):
     """Strikes at an event of the hand-off, whatever it is: a message, an operation or a failpoint."""
 
-    first_hits = 30
+    first_hits = 24
 
     def on_message(self, pipe: Pipe, message: Any) -> list[tuple[Any, float]] | None:
         if pipe.name.startswith("handoff"):
