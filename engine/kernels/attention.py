@@ -26,7 +26,8 @@ ITEM_ROWS = 16
 def exp(x: Any) -> Any:
     """``e^x`` in float32 for x <= 88, zero below -87, NaN for NaN; error below 2 units in the last place (the
     polynomial of Cephes' expf)."""
-    n = np.float32(np.floor(x * np.float32(1.44269504) + np.float32(0.5)))
+    bounded = x if x > np.float32(-88) else np.float32(-88)  # what has no integer is converted to none
+    n = np.float32(np.floor(bounded * np.float32(1.44269504) + np.float32(0.5)))
     r = x - n * np.float32(0.693359375)
     r = r + n * np.float32(2.12194440e-4)
     p = np.float32(1.9875691500e-4)
