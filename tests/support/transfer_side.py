@@ -63,12 +63,13 @@ class Side:
         geometry: KVGeometry = GEOMETRY,
         incarnation: Incarnation | None = None,
         num_cells: int = 8,
+        num_slots: int = 16,
     ) -> None:
         self.geometry = geometry
         self.backend = backend
         self.identity = Identity(worker_id=WorkerId(worker_id), incarnation=incarnation or new_incarnation())
         self.kv = AlignedBuffer(geometry.num_blocks * geometry.block_bytes)
-        self.slots = SlotMemory(16)
+        self.slots = SlotMemory(num_slots)
         self.scratch = Scratch(num_cells)
         regions = (
             kv_region(self.kv.region(REGION_KV), geometry),
