@@ -74,6 +74,7 @@ class DecodeRole:
         self._outboxes: dict[Incarnation, Outbox] = {}
         self._tombstones = Tombstones(context.clock, 2 * context.config.transfer.lease_s)
         self._scope = TaskScope("decode")
+        self._endings: set[asyncio.Task[None]] = set()
         self._is_stopping = False
 
     # -- role ---------------------------------------------------------------------------------------------------------
@@ -103,6 +104,8 @@ class DecodeRole:
         self._is_stopping = True
         stopped = WorkerDraining("the decode worker is stopping", worker_id=self._context.worker_id)
         await self._end_all(list(self._admissions.values()), stopped)
+        if self._endings:
+            await asyncio.wait(self._endings)  # of those that were ending already: their room is given back too
         for outbox in self._outboxes.values():
             outbox.close()
         await self._scope.close()
@@ -241,7 +244,10 @@ class DecodeRole:
         if self._admissions.get(admission.key) is admission:
             del self._admissions[admission.key]
             admission.state = AdmissionState.OVER
-            await asyncio.shield(self._scope.spawn(self._give_back(admission, error), name="give-back"))
+            ending = self._scope.spawn(self._give_back(admission, error), name="give-back")
+            self._endings.add(ending)
+            ending.add_done_callback(self._endings.discard)
+            await asyncio.shield(ending)
 
     async def _end_all(self, admissions: Iterable[Admission], error: ServingError | None) -> None:
         """At once: each waits for the running step, all of them for the same one."""

@@ -138,6 +138,25 @@ class Case(Hooks):
         self.hanging.append((worker, self.cluster.loop.time() + seconds, rng.random() < 0.5))
         self.cluster.stop(worker, seconds)
 
+    def stop_orderly(self, worker: VirtualWorker) -> None:
+        """As on SIGTERM with no time to drain. Whatever was under way, the worker owes nothing when it exits."""
+
+        async def stop() -> None:
+            worker.context.is_draining = True
+            await worker.role.stop()
+            worker.transfers.end()
+            await asyncio.sleep(0.005)  # what was asked of the engine before is done between two steps
+            if not worker.engine.pool.counts().is_idle():
+                self.audit.report("leak", f"{worker.process.name} stopped with {worker.engine.pool.counts()}")
+
+        def exit_process(task: asyncio.Task[None]) -> None:
+            self.later(0.0, lambda: self.cluster.kill(worker))
+            self.later(1.0, lambda: self.replace_lost(worker))
+
+        task = worker.process.spawn(stop(), name="orderly-stop")
+        task.add_done_callback(exit_process)
+        self.helpers.add(task)
+
     def replace_lost(self, worker: VirtualWorker) -> None:
         """The supervisor's work."""
         if worker.address.address not in self.cluster.listening:

@@ -36,6 +36,8 @@ class ProcessFault(AtAnyEvent):
                 cluster.restart(worker)
             case "hangs":
                 self.case.hang(worker, rng.choice((0.01, 0.2, 1.0, 3.0, 8.0)), rng)
+            case "stops":
+                self.case.stop_orderly(worker)
             case "twice":  # taken for dead while it hung; wakes up beside its successor
                 self.case.hang(worker, rng.choice((0.5, 4.0)), rng)
                 cluster.start(worker.worker_id, num_blocks=worker.num_blocks)
