@@ -14,7 +14,7 @@ from core import types as t
 from core.errors import ServingError
 from core.handoff import DigestKind, PeerInfo
 from core.ids import GatewayId, HandoffId, Incarnation, RequestId
-from engine.sequence import Sequence
+from engine.sequence import Sequence, SequenceKey
 from kvtransfer.backends.base import Batch, Identity
 from kvtransfer.backends.inproc import Fault
 from kvtransfer.memory import REGION_KV
@@ -86,6 +86,8 @@ class Case(Hooks):
         """Faults are over."""
         self.helpers: set[asyncio.Task[None]] = set()
         self.num_claims = 0
+        self.strangers: list[tuple[VirtualWorker, SequenceKey]] = []
+        """Sequences that the injector added to an engine."""
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
@@ -146,6 +148,9 @@ class Case(Hooks):
             await worker.role.stop()
             worker.transfers.end()
             await asyncio.sleep(0.005)  # what was asked of the engine before is done between two steps
+            for holder, key in self.strangers:
+                if holder is worker:
+                    worker.engine.remove(key)
             if not worker.engine.pool.counts().is_idle():
                 self.audit.report("leak", f"{worker.process.name} stopped with {worker.engine.pool.counts()}")
 

@@ -112,5 +112,6 @@ class WriterGoesOn(Injected):
             num_computed=export.num_tokens,
             block_table=blocks,
         )
+        self.case.strangers.append((worker, sequence.key))
         worker.engine.pool.share(blocks)
         await worker.steps.call(lambda engine: engine.add(sequence))
