@@ -42,6 +42,12 @@ class TaskScope:
     def __len__(self) -> int:
         return len(self._tasks)
 
+    async def join(self, within_s: float) -> None:
+        """Wait until every task of now has ended by itself: for those that are short and give something back."""
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        if tasks:
+            await asyncio.wait(tasks, timeout=within_s)
+
     async def close(self) -> None:
         self._closed = True
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]

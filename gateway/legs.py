@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from functools import partial
 
 from core import types as t
 from core.errors import DeadlineExceeded, InternalError, ServingError, WorkerLost
@@ -85,11 +86,11 @@ class Legs:
         self._scope = TaskScope(f"attempt-{self._request_id}-{self._attempt}")
         self._link = peers.streams.link(placement.decode)
         self._link.subscribe(self._request_id, self._attempt, self._mailbox)
-        self._scope.spawn(self._report(self._admit(), placement.decode), name="admit")
+        self._scope.spawn(self._report(self._admit, placement.decode), name="admit")
         # Kept for the abort: asked for again later, it would take the place of its successor's client.
         self._prefill_client = None if placement.prefill is None else peers.prefill(placement.prefill)
         if placement.prefill is not None and self._prefill_client is not None:
-            call = self._prefill(self._prefill_client, placement.prefill)
+            call = partial(self._prefill, self._prefill_client, placement.prefill)
             self._scope.spawn(self._report(call, placement.prefill), name="prefill")
         self._deadline = asyncio.get_running_loop().call_later(
             max(request.deadline_s, 0.0), self._mailbox.put, DeadlineExceeded("the request's deadline has passed")
@@ -138,12 +139,14 @@ class Legs:
         )
 
     async def _report(
-        self, call: Coroutine[object, object, t.AdmitReply | t.PrefillReply], worker: t.WorkerAddress
+        self,
+        call: Callable[[], Coroutine[object, object, t.AdmitReply | t.PrefillReply]],
+        worker: t.WorkerAddress,
     ) -> None:
         """One event for the reader, however the call ends: nobody waits for a call that is gone."""
         event: Event = InternalError("the call to a worker broke", worker_id=worker.worker_id)
         try:
-            event = await call
+            event = await call()
         except ServingError as error:
             if isinstance(error, DeadlineExceeded) and self._make_request().deadline_s > 0:
                 # The call's own limit, not the request's: a worker that does not answer is lost to this attempt.

@@ -42,6 +42,7 @@ from worker.line import Line
 log = logging.getLogger(__name__)
 
 _ROOM_RETRY_S = 0.05
+_ENDING_S = 5.0
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -104,6 +105,7 @@ class PrefillRole:
         for key in list(self._attempts):
             await self._abort(key, "the prefill worker is stopping")
         self.exports.close()
+        await self._scope.join(_ENDING_S)  # what is being held or discarded gives its blocks back
         await self._scope.close()
         await self._reaping.close()
 

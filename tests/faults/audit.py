@@ -45,7 +45,7 @@ class Holder:
 
 @dataclass
 class Audit:
-    cluster: VirtualCluster
+    cluster: VirtualCluster = field(init=False)
     damage: list[tuple[str, str]] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
     """Hand-off -> slug of the error that ended its attempt."""
@@ -204,8 +204,7 @@ class Audit:
 
     # -- watching requests --------------------------------------------------------------------------------------------
 
-    def watch_pipeline(self) -> None:
-        pipeline: Any = self.cluster.pipeline
+    def watch_pipeline(self, pipeline: Any) -> None:
         recover = pipeline._recover
 
         def on_failure(run: Any, error: Any) -> float:

@@ -15,6 +15,7 @@ from core.errors import ServingError
 from core.handoff import DigestKind, PeerInfo
 from core.ids import GatewayId, HandoffId, Incarnation, RequestId
 from engine.sequence import Sequence, SequenceKey
+from gateway.pipeline import Pipeline
 from kvtransfer.backends.base import Batch, Identity
 from kvtransfer.backends.inproc import Fault
 from kvtransfer.memory import REGION_KV
@@ -28,7 +29,11 @@ from tests.support.virtual.loop import Process
 from tests.support.virtual.network import DecodeWire, Pipe
 from tests.support.virtual.worker import VirtualWorker
 
-_CONFIGS = {kind: make_config(digest=kind) for kind in DigestKind}
+_CONFIGS = {
+    (kind, is_tight): make_config(digest=kind, held_fraction=0.5 if is_tight else 0.9, max_leases=2 if is_tight else 8)
+    for kind in DigestKind
+    for is_tight in (False, True)
+}
 _OVER_S, _IDLE_S, _DEADLINE_S = 60.0, 60.0, 20.0
 
 DEFENCES = {
@@ -76,7 +81,7 @@ class Case(Hooks):
     def __init__(self, seed: int, kinds: Iterable[str] | None = None) -> None:
         self.seed = seed
         self.rng = rng = random.Random(seed)
-        self.digest = rng.choices(list(_CONFIGS), weights=(2, 6, 1))[0]
+        self.digest = rng.choices(list(DigestKind), weights=(2, 6, 1))[0]
         usable = [each for each in kinds or KINDS if self.digest is not DigestKind.OFF or each not in NEEDS_DIGESTS]
         self.kinds = [rng.choice(usable) for _ in range(rng.choice((1, 2, 3, 4, 5)))] if usable else []
         self.block_bytes = SHAPE.block_bytes
@@ -131,6 +136,9 @@ class Case(Hooks):
     def on_start(self, worker: VirtualWorker) -> None:
         self.audit.watch(worker)
 
+    def on_gateway(self, pipeline: Pipeline) -> None:
+        self.audit.watch_pipeline(pipeline)
+
     # -- what faults ask for ------------------------------------------------------------------------------------------
 
     def later(self, seconds: float, act: Callable[[], object]) -> None:
@@ -165,7 +173,7 @@ class Case(Hooks):
     def replace_lost(self, worker: VirtualWorker) -> None:
         """The supervisor's work."""
         if worker.address.address not in self.cluster.listening:
-            self.cluster.start(worker.worker_id, num_blocks=worker.num_blocks)
+            self.cluster.restart(worker)
 
     def holder_of(self, handoff: str) -> VirtualWorker | None:
         for worker in self.cluster.alive:
@@ -241,20 +249,21 @@ class Case(Hooks):
 
     async def run(self) -> CaseResult:
         rng = self.rng
-        self.cluster = cluster = VirtualCluster(config=_CONFIGS[self.digest], hooks=self, seed=self.seed)
-        self.audit = Audit(cluster)
+        self.audit = Audit()
+        num_blocks = rng.choice((12, 16, 24))
+        is_tight = num_blocks == 24 and rng.random() < 0.3
+        cluster = VirtualCluster(config=_CONFIGS[self.digest, is_tight], hooks=self, seed=self.seed)
+        self.cluster = self.audit.cluster = cluster
         self.hanging: list[tuple[VirtualWorker, float, bool]] = []
         self.claimants: list[Process] = []
         cluster.fabric.on_move = self.audit.on_move
-        self.audit.watch_pipeline()
-        num_blocks = rng.choice((12, 16, 24))
         for role in ("prefill", "decode"):
             for number in range(rng.choice((1, 2))):
-                cluster.start(f"{role}-{number}", num_blocks=num_blocks)
+                cluster.start(f"{role}-{number}", num_blocks=num_blocks, num_cells=rng.choice((1, 2, 8)))
         for kind in self.kinds:
             self.faults.append(KINDS[kind](kind, self, random.Random(rng.random())))
         for _ in range(rng.choice((1, 2, 3))):
-            self._ask()
+            self._ask(deadline_s=rng.choice((_DEADLINE_S,) * 6 + (0.01, 0.1, 1.5)))
             await asyncio.sleep(rng.choice((0.0, 0.001, 0.01)))
         await cluster.until(lambda: all(answer.is_over for answer in cluster.answers), _OVER_S)
         await self._calm_down()
@@ -276,6 +285,7 @@ class Case(Hooks):
         everything is given back."""
         cluster = self.cluster
         self.is_quiet = True
+        self.cluster.gateway.go_on()
         for worker, _, _ in self.hanging:
             if not worker.process.is_killed:
                 worker.process.go_on()

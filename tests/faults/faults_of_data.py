@@ -113,6 +113,8 @@ class SourceReused(Injected):
         self.handoff = handoff
         worker = self.case.holder_of(handoff)
         self.took_effect = worker is not None and worker.process.run(self._end_and_write, worker, handoff)
+        if self.took_effect:
+            self.case.audit.data_was_changed = True  # if P dies before its slot is read, the digests find out
 
     def _end_and_write(self, worker: VirtualWorker, handoff: str) -> bool:
         if not worker.role.exports.end(HandoffId(handoff), Cancelled("preempted")):

@@ -40,8 +40,22 @@ class ProcessFault(AtAnyEvent):
                 self.case.stop_orderly(worker)
             case "twice":  # taken for dead while it hung; wakes up beside its successor
                 self.case.hang(worker, rng.choice((0.5, 4.0)), rng)
-                cluster.start(worker.worker_id, num_blocks=worker.num_blocks)
+                cluster.start(worker.worker_id, num_blocks=worker.num_blocks, num_cells=worker.scratch.num_cells)
                 self.case.later(10.0, lambda: cluster.kill(worker))
+
+
+class GatewayFault(AtAnyEvent):
+    """Whoever asked for the requests is gone, or silent for a while."""
+
+    def __init__(self, kind: str, case: Case, rng: random.Random, what: str) -> None:
+        super().__init__(kind, case, rng)
+        self._what = what
+
+    def strike(self) -> None:
+        if self._what == "dies":
+            self.case.cluster.restart_gateway()
+        else:
+            self.case.cluster.stop_gateway(self.rng.choice((0.2, 1.0, 4.0)))
 
 
 class ClientGone(AtAnyEvent):

@@ -11,7 +11,7 @@ from core.handoff import Open, Release, Sealed
 from kvtransfer.memory import REGION_SLOTS
 from tests.faults.faults_of_control import Forged, Message
 from tests.faults.faults_of_data import Mangled, Operation, SourceReused
-from tests.faults.faults_of_processes import ClientGone, ProcessFault, SecondClaim, WriterGoesOn
+from tests.faults.faults_of_processes import ClientGone, GatewayFault, ProcessFault, SecondClaim, WriterGoesOn
 from tests.faults.injected import Injected
 
 if TYPE_CHECKING:
@@ -55,6 +55,8 @@ KINDS: dict[str, Maker] = {
     "decode stops": lambda *a: ProcessFault(*a, t.Role.DECODE, "stops"),
     "decode hangs": lambda *a: ProcessFault(*a, t.Role.DECODE, "hangs"),
     "decode twice": lambda *a: ProcessFault(*a, t.Role.DECODE, "twice"),
+    "gateway dies": lambda *a: GatewayFault(*a, "dies"),
+    "gateway hangs": lambda *a: GatewayFault(*a, "hangs"),
     "client gone": ClientGone,
     "second claim": SecondClaim,
     "writer goes on": WriterGoesOn,

@@ -7,12 +7,12 @@ import asyncio
 import random
 from collections.abc import Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from core import types as t
 from core.config import ClusterConfig, parse_config
-from core.errors import NoWorker, ServingError
+from core.errors import NoWorker, ServingError, WorkerLost
 from core.handoff import DigestKind, PeerInfo
 from core.ids import GatewayId, HandoffId, Incarnation, PlacementId, RequestId, WorkerId
 from core.telemetry import Telemetry
@@ -52,8 +52,13 @@ class Hooks:
     def on_start(self, worker: VirtualWorker) -> None:
         pass
 
+    def on_gateway(self, pipeline: Pipeline) -> None:
+        pass
 
-def make_config(*, digest: DigestKind = DigestKind.WSUM64, held_fraction: float = 0.9) -> ClusterConfig:
+
+def make_config(
+    *, digest: DigestKind = DigestKind.WSUM64, held_fraction: float = 0.9, max_leases: int = 8
+) -> ClusterConfig:
     """Times are short: a case lasts some seconds."""
     return parse_config(
         {
@@ -67,7 +72,7 @@ def make_config(*, digest: DigestKind = DigestKind.WSUM64, held_fraction: float 
                 "handshake_s": 1.0,
                 "digest": str(digest),
                 "held_fraction": held_fraction,
-                "max_leases": 8,
+                "max_leases": max_leases,
             },
         }
     )
@@ -168,21 +173,43 @@ class VirtualCluster:
         self.network = Network(self.listening.get)
         self.network.on_message = lambda pipe, message: self.hooks.on_message(pipe, message)
         self.router = VirtualRouter(cluster=self)
-        self.gateway = Process("gateway")
         self.answers: list[Answer] = []
         self._num_started = 0
+        self._num_gateways = 0
+        self._lost_gateways: list[Process] = []
+        self._start_gateway()
+
+    def _start_gateway(self) -> None:
+        self._num_gateways += 1
+        self.gateway = Process(f"gateway/{self._num_gateways}")
         self.gateway.run(self._make_gateway)
 
     def _make_gateway(self) -> None:
         clients = WorkerClients(self.network, self.gateway)
-        streams = TokenStreams(clients, GatewayId("g"), Incarnation(1))
+        streams = TokenStreams(clients, GatewayId("g"), Incarnation(self._num_gateways))
         self.peers = Peers(clients, streams)
         limits = PipelineLimits(max_attempts=4, capacity_patience_s=5.0)
         self.pipeline = Pipeline(self.router, self.peers, limits)
+        self.hooks.on_gateway(self.pipeline)
+
+    def restart_gateway(self) -> None:
+        """It is killed, its clients are lost with it, and another one takes its place."""
+        self.gateway.kill()
+        self.network.lose(self.gateway)
+        self._lost_gateways.append(self.gateway)
+        for answer in self.answers:
+            if not answer.is_over:
+                answer.is_over, answer.error = True, WorkerLost("the gateway was killed")
+        self._start_gateway()
+
+    def stop_gateway(self, seconds: float) -> None:
+        gateway = self.gateway
+        self.network.stop(gateway)
+        self.loop.call_later(seconds, lambda: gateway.is_killed or gateway.go_on())
 
     # -- workers ------------------------------------------------------------------------------------------------------
 
-    def start(self, worker_id: str, *, num_blocks: int) -> VirtualWorker:
+    def start(self, worker_id: str, *, num_blocks: int, num_cells: int = 8) -> VirtualWorker:
         self._num_started += 1
         role = t.Role.PREFILL if worker_id.startswith("prefill") else t.Role.DECODE
         address = t.WorkerAddress(
@@ -194,6 +221,7 @@ class VirtualCluster:
             address=address,
             fabric=self.fabric,
             num_blocks=num_blocks,
+            num_cells=num_cells,
             telemetry=_TELEMETRY,
             reach=lambda worker, name: self.hooks.on_reach(worker, name),
             on_wrong=lambda *wrong: self.hooks.on_wrong(*wrong),
@@ -219,7 +247,7 @@ class VirtualCluster:
     def restart(self, worker: VirtualWorker) -> VirtualWorker:
         """A new incarnation at the same address."""
         self.kill(worker)
-        return self.start(worker.worker_id, num_blocks=worker.num_blocks)
+        return self.start(worker.worker_id, num_blocks=worker.num_blocks, num_cells=worker.scratch.num_cells)
 
     def stop(self, worker: VirtualWorker, seconds: float) -> None:
         """SIGSTOP, and SIGCONT after ``seconds``."""
@@ -249,7 +277,7 @@ class VirtualCluster:
             prompt_token_ids=prompt,
             sampling=t.SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
             gateway_id=GatewayId("g"),
-            gateway_incarnation=Incarnation(1),
+            gateway_incarnation=Incarnation(self._num_gateways),
             deadline_s=deadline_s,
         )
         run = Run(request, PlainText(), StageClock(self.loop))  # type: ignore[arg-type]
@@ -286,11 +314,10 @@ class VirtualCluster:
         for worker in self.workers:
             if worker.process.is_killed:
                 await worker.process.bury()
+        for gateway in self._lost_gateways:
+            await gateway.bury()
         await self.gateway.spawn(self.peers.close())
         await self.gateway.bury()
         for worker in self.workers:
             if not worker.process.is_killed:
                 await worker.end()
-
-
-__all__ = ["Answer", "Hooks", "VirtualCluster", "make_config", "replace"]

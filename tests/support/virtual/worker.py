@@ -4,6 +4,7 @@ custody and transfer loop, over the content engine and the inproc backend."""
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, cast
@@ -13,7 +14,7 @@ from core.failpoints import Failpoints
 from core.handoff import PeerInfo
 from core.ids import Incarnation, WorkerId
 from core.telemetry import Telemetry
-from core.types import Role, WorkerAddress
+from core.types import Role, WorkerAddress, WorkerLoad, WorkerState
 from decode_worker.service import DecodeRole
 from engine.engine import Engine, StepResult
 from engine.sequence import Sequence
@@ -33,6 +34,7 @@ from worker.context import WorkerContext
 
 _STEP_S = 0.002
 _COMMAND_S = 0.0002
+_HEARTBEAT_S = 1.0
 _MIN_TURN_S, _MAX_TURN_S = 0.0002, 0.05
 
 Reach = Callable[["VirtualWorker", str], Awaitable[None]]
@@ -56,14 +58,17 @@ class VirtualSteps:
         self._engine = engine
         self._on_step = on_step
         self._is_stepping = False
+        self._commands: deque[tuple[Callable[[Engine], Any], asyncio.Future[Any]]] = deque()
 
     async def call(self, command: Callable[[Engine], Any]) -> Any:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
-        loop.call_later(_COMMAND_S, self._perform, command, future)
+        self._commands.append((command, future))
+        loop.call_later(_COMMAND_S, self._perform)
         return await asyncio.shield(future)
 
-    def _perform(self, command: Callable[[Engine], Any], future: asyncio.Future[Any]) -> None:
+    def _perform(self) -> None:
+        command, future = self._commands.popleft()
         try:
             future.set_result(command(self._engine))
         except Exception as error:
@@ -128,6 +133,7 @@ class VirtualWorker:
         address: WorkerAddress,
         fabric: Fabric,
         num_blocks: int,
+        num_cells: int,
         telemetry: Telemetry,
         reach: Reach,
         on_wrong: Callable[[VirtualWorker, Sequence, int, int], None],
@@ -140,7 +146,7 @@ class VirtualWorker:
         self.process = Process(f"{address.worker_id}/{address.incarnation}")
         self.engine = ContentEngine(num_blocks=num_blocks, on_wrong=partial(on_wrong, self))
         self.backend = fabric.backend()
-        self.scratch, self.slots = Scratch(8), SlotMemory(config.transfer.max_leases)
+        self.scratch, self.slots = Scratch(num_cells), SlotMemory(config.transfer.max_leases)
         self.process.run(self._compose)
 
     def _compose(self) -> None:
@@ -199,6 +205,14 @@ class VirtualWorker:
         else:
             self.role = DecodeRole(self.context, self.transfers, self.me, dial=partial(self._dial, self))
         self.process.spawn(self.role.start(), name="start")
+        if self.role_name is Role.DECODE:
+            self.process.spawn(self._heartbeat(), name="heartbeat")
+
+    async def _heartbeat(self) -> None:
+        """What the membership does, as far as a role depends on it: D looks for room that nobody told it of."""
+        while True:
+            await asyncio.sleep(_HEARTBEAT_S)
+            self.role.fill_load(WorkerLoad(state=WorkerState.READY, blocks=self.engine.pool.counts()))
 
     @property
     def worker_id(self) -> WorkerId:
