@@ -16,7 +16,7 @@ from core.config import ClusterConfig, load_config
 from core.errors import ServingError
 from core.types import ClusterStatus, WorkerState, WorkerStatus
 from deploy.cluster import Cluster, resolve_ports
-from deploy.launcher import ComponentEvent, ComponentState
+from deploy.launcher import ComponentEvent, ComponentSpec, ComponentState
 from deploy.process import ProcessLauncher
 from rpc.clients import RouterClient
 
@@ -35,13 +35,26 @@ SMALL = (
 """Settings that make a cluster quick to start, small and quick to notice things."""
 
 
+Edit = Callable[[ComponentSpec], ComponentSpec]
+"""How a test has a component started in another way than the product does."""
+
+
+class _EditingLauncher(ProcessLauncher):
+    def __init__(self, log_dir: Path, edit: Edit) -> None:
+        super().__init__(log_dir=log_dir)
+        self._edit = edit
+
+    async def start(self, spec: ComponentSpec) -> None:
+        await super().start(self._edit(spec))
+
+
 class ProcessCluster:
     """``async with ProcessCluster(tmp_path, "transfer.digest=off") as cluster``: ready when entered."""
 
-    def __init__(self, log_dir: Path, *overrides: str) -> None:
+    def __init__(self, log_dir: Path, *overrides: str, edit: Edit = lambda spec: spec) -> None:
         self.config: ClusterConfig = resolve_ports(load_config(overrides=[*SMALL, *overrides], environ={}))
         self._log_dir = log_dir
-        self.launcher = ProcessLauncher(log_dir=log_dir)
+        self.launcher = _EditingLauncher(log_dir, edit)
         self._events: list[ComponentEvent] = []
         self._reading: asyncio.Task[None] | None = None
         self.router = RouterClient(self.config.router.listen)
