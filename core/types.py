@@ -83,7 +83,11 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceProgress:
-    """What the gateway has accepted of one choice so far (not empty only in a retry)."""
+    """What the gateway has accepted of one choice so far (not empty only in a retry).
+
+    The choices of one attempt share their prompt, so they have accepted the same: nothing, as a rule. Choices that have
+    come apart resume separately, each by an attempt (with a number) of its own.
+    """
 
     choice: int = 0
     accepted: tuple[int, ...] = ()

@@ -17,14 +17,15 @@ import logging
 import time
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from core.errors import DigestMismatch, LayoutMismatch, PeerLost, ServingError, StaleLease
 from core.handoff import DigestKind, Grant, HandoffOutcome, LeaseRef, Open, Sealed
-from core.ids import Incarnation
+from core.ids import Incarnation, RequestId
 from core.types import AdmitRequest, FirstToken, Mode, StageTimes
 from decode_worker.holders import Holders
 from engine.block_pool import Reservation
-from engine.grammar import GrammarState
+from engine.grammar import CompiledGrammar
 from engine.sequence import Sequence, SequenceKey
 from kvtransfer.fetch import FetchRequest, FetchResult
 from kvtransfer.transfer_thread import TransferThread
@@ -43,6 +44,11 @@ class AdmissionState(StrEnum):
     OVER = "over"
 
 
+class AttemptKey(NamedTuple):
+    request_id: RequestId
+    attempt: int
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Admission:
     """One attempt of one request at this worker."""
@@ -54,23 +60,31 @@ class Admission:
     rank: tuple[int, int]
     """Order of service: priority under that policy, then arrival."""
     num_blocks: int
-    """To reserve: the prompt, the accepted tokens and a projected answer."""
+    """To reserve: the prompt, the accepted tokens and a projected answer for each choice."""
+    num_blocks_apart: int
+    """Of those, for each choice but the first: the others share the prompt's blocks with it."""
     state: AdmissionState = AdmissionState.QUEUED
     reservation: Reservation | None = None
     room: asyncio.Event = field(default_factory=asyncio.Event)
     task: "asyncio.Task[None] | None" = None
-    sequence: Sequence | None = None
-    grammar: GrammarState | None = None
-    """At its start; the sequence follows it."""
+    sequences: list[Sequence] = field(default_factory=list)
+    """One for each choice that runs here; the first leads the others."""
+    unfinished: set[int] = field(default_factory=set)
+    """Choices whose end was not told yet."""
+    grammar: CompiledGrammar | None = None
     marks: dict[str, float] = field(default_factory=dict)
     """``time.monotonic`` of state changes: they become the stage times."""
     fetch: FetchResult | None = None
     validated_at: float | None = None
 
     @property
-    def key(self) -> SequenceKey:
+    def key(self) -> AttemptKey:
         request = self.asked.request
-        return SequenceKey(request_id=request.request_id, attempt=request.attempt, choice=0)
+        return AttemptKey(request_id=request.request_id, attempt=request.attempt)
+
+    @property
+    def choices(self) -> list[int]:
+        return [progress.choice for progress in self.asked.request.choices]
 
     @property
     def num_tokens(self) -> int:
@@ -88,13 +102,14 @@ class Admission:
         self.state = state
         self.marks[state] = time.monotonic()
 
-    def stages(self, ended_at: float) -> StageTimes:
-        """What this worker knows of the critical path, as durations."""
+    def stages(self, ended_at: float, choice: int) -> StageTimes:
+        """What this worker knows of the critical path of a choice, as durations. The prompt's tokens are counted with
+        the first choice."""
 
         def between(start: str, end: str) -> float:
             return max(0.0, self.marks[end] - self.marks[start]) if start in self.marks and end in self.marks else 0.0
 
-        sequence = self.sequence
+        sequence = next((each for each in self.sequences if each.key.choice == choice), None)
         first_step = ended_at if sequence is None or sequence.first_step_at is None else sequence.first_step_at
         running = self.marks.get(AdmissionState.RUNNING, first_step)
         queue_s, prefill_s, decode_from = max(0.0, first_step - running), 0.0, first_step
@@ -118,7 +133,7 @@ class Admission:
 
 
 class Intake:
-    """Brings admissions from RESERVED to a sequence. ``fetch`` is the hand-off, ``make_local`` the other way."""
+    """Brings admissions from RESERVED to sequences. ``fetch`` is the hand-off, ``make_local`` the other way."""
 
     def __init__(self, context: WorkerContext, transfers: TransferThread, holders: Holders) -> None:
         self._context = context
@@ -126,13 +141,22 @@ class Intake:
         self._holders = holders
         self._transfer_ids = itertools.count(1)
 
-    def make_local(self, admission: Admission) -> Sequence:
-        """A sequence with nothing computed: the engine prefills what the prefix cache does not hold."""
-        return self._sequence(admission)
+    def make_local(self, admission: Admission) -> list[Sequence]:
+        """The first has nothing computed: the engine prefills what the prefix cache does not hold. The others are to
+        be forked from it when it has paused behind its first token."""
+        leader, *others = sequences = self._sequences(admission, admission.choices)
+        if others:
+            leader.pause_at, leader.is_kept = len(leader.tokens) + 1, True
+            for sequence in others:
+                sequence.num_computed = len(sequence.tokens) - 1
+        return sequences
 
-    async def fetch(self, admission: Admission) -> tuple[Sequence, FirstToken]:
+    async def fetch(self, admission: Admission) -> tuple[list[Sequence], tuple[FirstToken, ...]]:
         """Open, wait for the grant, move the blocks that are not here, verify them. Raises a typed error; nothing
-        stays behind."""
+        stays behind.
+
+        The first sequence brings the blocks, the others are to be forked from it. Choices that ended at their first
+        token have none."""
         engine = self._context.engine
         hashes = engine.hash_prefix(admission.tokens, admission.asked.request.cache_salt)
         held = engine.pool.hold(hashes, admission.reservation)
@@ -141,16 +165,17 @@ class Intake:
         except BaseException:
             engine.pool.free(held)
             raise
-        first = sealed.first_tokens[0]
         surplus = held[sealed.grant.first_block :]
         engine.pool.free(surplus)
-        sequence = self._sequence(admission)
-        sequence.num_computed = len(sequence.tokens)
-        sequence.tokens.append(first.token_id)
-        sequence.block_table = held[: sealed.grant.first_block] + blocks
-        sequence.hashes = hashes
-        sequence.has_unverified_kv = sealed.grant.digest is DigestKind.OFF
-        return sequence, first
+        firsts = [first for first in sealed.first_tokens if first.finish_reason is None]
+        sequences = self._sequences(admission, [first.choice for first in firsts])
+        for sequence, first in zip(sequences, firsts, strict=True):
+            sequence.num_computed = len(sequence.tokens)
+            sequence.tokens.append(first.token_id)
+            sequence.hashes = list(hashes)
+        sequences[0].block_table = held[: sealed.grant.first_block] + blocks
+        sequences[0].has_unverified_kv = sealed.grant.digest is DigestKind.OFF
+        return sequences, sealed.first_tokens
 
     async def _move(self, admission: Admission, *, num_held: int) -> tuple[Sealed, list[int]]:
         """The granted blocks, read and verified."""
@@ -180,6 +205,7 @@ class Intake:
         outcome, num_bytes = HandoffOutcome.ABORTED, 0
         blocks: list[int] = []
         try:
+            _check_firsts(sealed.first_tokens, admission)
             self._check_grant(sealed.grant, admission, num_held)
             blocks = self._context.engine.pool.allocate(len(sealed.grant.block_ids), admission.reservation)
             await failpoints.reach("decode.granted")
@@ -235,19 +261,36 @@ class Intake:
             deadline_s=max(0.001, admission.deadline_at - self._context.clock.now()),
         )
 
-    def _sequence(self, admission: Admission) -> Sequence:
+    def _sequences(self, admission: Admission, choices: list[int]) -> list[Sequence]:
+        """One for each of ``choices``, with its part of what was reserved."""
         request = admission.asked.request
         reservation, admission.reservation = admission.reservation, None
-        return Sequence(
-            key=admission.key,
-            sampling=request.sampling,
-            tokens=admission.tokens,
-            num_prompt_tokens=request.num_prompt_tokens,
-            reservation=reservation,
-            priority=request.priority,
-            salt=request.cache_salt,
-            grammar=admission.grammar,
-        )
+        parts: list[Reservation | None] = [reservation]
+        if reservation is not None:
+            parts += [reservation.split(admission.num_blocks_apart) for _ in choices[1:]]
+            reservation.split(admission.num_blocks_apart * (len(admission.choices) - len(choices))).release()
+        return [
+            Sequence(
+                key=SequenceKey(request_id=request.request_id, attempt=request.attempt, choice=choice),
+                sampling=request.sampling,
+                tokens=admission.tokens,
+                num_prompt_tokens=request.num_prompt_tokens,
+                reservation=part,
+                priority=request.priority,
+                salt=request.cache_salt,
+                grammar=None if admission.grammar is None else admission.grammar.start(),
+            )
+            for choice, part in zip(choices, parts, strict=True)
+        ]
+
+
+def _check_firsts(firsts: tuple[FirstToken, ...], admission: Admission) -> None:
+    """There is one for each choice, and something to go on with."""
+    choices = [first.choice for first in firsts]
+    if sorted(choices) != sorted(admission.choices):
+        raise LayoutMismatch(f"first tokens of choices {choices} came, {admission.choices} were asked")
+    if all(first.finish_reason is not None for first in firsts):
+        raise LayoutMismatch("every choice ended at its first token: there is nothing to hand off")
 
 
 def _outcome_of(error: BaseException, known: HandoffOutcome) -> HandoffOutcome:

@@ -45,13 +45,13 @@ from core.types import (
     WorkerLoad,
 )
 from decode_worker.holders import Dial, Holders
-from decode_worker.intake import Admission, AdmissionState, Intake
+from decode_worker.intake import Admission, AdmissionState, AttemptKey, Intake
 from decode_worker.outbox import Outbox
 from engine.engine import SequenceOutput, StepResult
-from engine.sequence import SequenceKey
 from kvtransfer.transfer_thread import TransferThread
 from rpc.clients import HandoffClient
 from rpc.server import RpcServer
+from worker.choices import discard, fork_and_go_on, num_blocks_apart, start
 from worker.context import Tombstones, WorkerContext
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class DecodeRole:
         self._transfers = transfers
         self._holders = Holders(context, transfers, me, dial=dial)
         self._intake = Intake(context, transfers, self._holders)
-        self._admissions: dict[SequenceKey, Admission] = {}
+        self._admissions: dict[AttemptKey, Admission] = {}
         self._queue: list[Admission] = []
         self._has_priorities = context.pool_config.policy == "priority"
         self._num_arrivals = 0
@@ -117,7 +117,7 @@ class DecodeRole:
         """Reserve blocks now (accepted), or take a place in the queue. Refusals leave nothing behind."""
         context, asked = self._context, request.request
         context.check(asked, request.worker_incarnation)
-        grammar = await context.start_grammar(asked.sampling)
+        grammar = await context.compile_grammar(asked.sampling)
         await context.failpoints.reach("decode.admit")
         if asked.gateway_incarnation not in self._outboxes:
             raise WorkerLost("the gateway has no outputs stream here", worker_id=context.worker_id)
@@ -184,12 +184,16 @@ class DecodeRole:
         if num_tokens >= limits.max_context:
             raise ContextTooLong(f"{num_tokens} tokens do not fit a context of {limits.max_context}", param="prompt")
         left = min(asked.sampling.max_tokens - len(asked.choices[0].accepted), limits.max_context - num_tokens)
+        num_final = num_tokens + max(1, min(left, context.config.worker.projected_tokens))
+        num_others, block_size = len(asked.choices) - 1, context.geometry.block_size
         needed = context.geometry.blocks_for(num_tokens + 1)
-        wanted = context.geometry.blocks_for(num_tokens + max(1, min(left, context.config.worker.projected_tokens)))
+        needed += num_others * num_blocks_apart(num_tokens, num_tokens + 1, block_size)
+        num_apart = num_blocks_apart(num_tokens, num_final, block_size)
+        wanted = context.geometry.blocks_for(num_final) + num_others * num_apart
         if needed > limits.num_blocks:
             raise ContextTooLong(
-                f"the prompt needs {needed} KV blocks, {context.worker_id} has {limits.num_blocks}; "
-                "raise kv.memory_bytes or shorten the prompt",
+                f"the prompt and {num_others + 1} choices need {needed} KV blocks, {context.worker_id} has "
+                f"{limits.num_blocks}; raise kv.memory_bytes or shorten the prompt",
                 param="prompt",
             )
         self._num_arrivals += 1
@@ -199,6 +203,7 @@ class DecodeRole:
             gateway=asked.gateway_incarnation,
             deadline_at=context.clock.now() + asked.deadline_s,
             num_blocks=min(wanted, limits.num_blocks),
+            num_blocks_apart=num_apart,
         )
 
     async def _run(self, admission: Admission) -> None:
@@ -212,16 +217,18 @@ class DecodeRole:
                     self._tell(admission, accepted=True)
                 admission.enter(AdmissionState.RESERVED)
                 await context.failpoints.reach("decode.reserved")
-                first: FirstToken | None = None
+                firsts: tuple[FirstToken, ...] = ()
                 if asked.mode is Mode.LOCAL:
-                    sequence = self._intake.make_local(admission)
+                    admission.sequences = self._intake.make_local(admission)
                 else:
-                    sequence, first = await self._intake.fetch(admission)
-                admission.sequence = sequence
+                    admission.sequences, firsts = await self._intake.fetch(admission)
+                admission.unfinished = {sequence.key.choice for sequence in admission.sequences}
                 admission.enter(AdmissionState.RUNNING)
-                if first is not None:
+                for first in firsts:
                     self._send_first(admission, first)
-                await context.steps.call(lambda engine: engine.add(sequence))
+                leader, *others = admission.sequences
+                arrived = () if asked.mode is Mode.LOCAL else others
+                await context.steps.call(partial(start, leader=leader, others=arrived))
                 await asyncio.Event().wait()  # ends by cancellation (finished, aborted) or by the deadline
             return
         except asyncio.CancelledError:
@@ -260,10 +267,9 @@ class DecodeRole:
         if admission.task is not None:
             admission.task.cancel()
             await asyncio.wait({admission.task})
-        if admission.sequence is not None:
-            key = admission.key
+        if admission.sequences:
             with suppress(WorkerLost):  # the engine has ended, and its blocks with it
-                await self._context.steps.call(lambda engine: engine.remove(key))
+                await self._context.steps.call(lambda engine: discard(engine, admission.sequences))
         if admission.reservation is not None:
             admission.reservation.release()
             admission.reservation = None
@@ -276,7 +282,8 @@ class DecodeRole:
 
     def on_step(self, result: StepResult, started_at: float, ended_at: float) -> None:
         for output in result.outputs:
-            admission = self._admissions.get(output.sequence.key)
+            key = output.sequence.key
+            admission = self._admissions.get(AttemptKey(key.request_id, key.attempt))
             if admission is not None:
                 self._take(admission, output, ended_at)
         self._serve_queue()
@@ -287,12 +294,15 @@ class DecodeRole:
             self._scope.spawn(self._end(admission, output.error), name="sequence-failed")
             return
         outbox = self._outboxes.get(admission.gateway)
+        choice = output.sequence.key.choice
         is_over = output.finish_reason is not None
+        if output.sequence.is_kept:
+            self._scope.spawn(self._fork(admission, is_over=is_over), name="fork")
         if outbox is not None:
             outbox.put_chunk(
                 TokenChunk(
                     request_id=admission.key.request_id,
-                    choice=admission.key.choice,
+                    choice=choice,
                     attempt=admission.key.attempt,
                     first_index=output.index,
                     token_ids=(output.token_id,),
@@ -300,21 +310,32 @@ class DecodeRole:
                     prompt_logprobs=output.prompt_logprobs,
                     finish_reason=output.finish_reason,
                     stop_token_id=output.stop_token_id,
-                    stages=admission.stages(ended_at) if is_over else None,
+                    stages=admission.stages(ended_at, choice) if is_over else None,
                 ),
                 stepped_at=ended_at,
             )
         if is_over:
+            admission.unfinished.discard(choice)
+        if not admission.unfinished:
             del self._admissions[admission.key]
             admission.state = AdmissionState.OVER
             if admission.task is not None:
                 admission.task.cancel()
 
+    async def _fork(self, admission: Admission, *, is_over: bool) -> None:
+        """The prompt is computed here, and the first choice has paused behind its first token: the others follow. An
+        admission that is over by then has nothing in the engine any more."""
+        leader, *others = admission.sequences
+        try:
+            await self._context.steps.call(partial(fork_and_go_on, leader=leader, others=others, is_over=is_over))
+        except ServingError as error:
+            await self._end(admission, error)
+
     def _send_first(self, admission: Admission, first: FirstToken) -> None:
-        """D repeats the first token: after its commit P's death is no error."""
+        """D repeats the first tokens, those that end their choice too: after its commit P's death is no error."""
         outbox = self._outboxes.get(admission.gateway)
         if outbox is not None:
-            key = admission.key
+            key, now = admission.key, time.monotonic()
             outbox.put_chunk(
                 TokenChunk(
                     request_id=key.request_id,
@@ -323,8 +344,11 @@ class DecodeRole:
                     first_index=first.index,
                     token_ids=(first.token_id,),
                     logprobs=() if first.logprobs is None else (first.logprobs,),
+                    finish_reason=first.finish_reason,
+                    stop_token_id=first.stop_token_id,
+                    stages=None if first.finish_reason is None else admission.stages(now, first.choice),
                 ),
-                stepped_at=time.monotonic(),
+                stepped_at=now,
             )
 
     def _tell(self, admission: Admission, *, accepted: bool = False, error: ServingError | None = None) -> None:

@@ -43,6 +43,10 @@ class Reservation:
         """
         return self._pool._grow(self, target)
 
+    def split(self, num_blocks: int) -> "Reservation":
+        """A promise of its own for ``num_blocks`` of these blocks, or for as many as there are."""
+        return self._pool._split(self, num_blocks)
+
     def release(self) -> None:
         self._pool._release(self)
 
@@ -214,6 +218,13 @@ class BlockPool:
             reservation._remaining += more
             self._num_reserved += more
             return reservation._remaining >= target
+
+    def _split(self, reservation: Reservation, num_blocks: int) -> Reservation:
+        part = Reservation(self)
+        with self._lock:
+            part._remaining = min(num_blocks, reservation._remaining)
+            reservation._remaining -= part._remaining
+        return part
 
     def _release(self, reservation: Reservation) -> None:
         with self._lock:

@@ -293,9 +293,9 @@ class Engine:
             max_context=self.limits.max_context,
             is_end=sampled.is_end,
         )
-        if finish is not None:
+        if finish is not None and not sequence.is_kept:
             self._end(sequence)
-        elif sequence.pause_at is not None and len(sequence.tokens) >= sequence.pause_at:
+        elif finish is not None or (sequence.pause_at is not None and len(sequence.tokens) >= sequence.pause_at):
             self._scheduler.park(sequence)
         prompt_logprobs, sequence.prompt_scores = tuple(sequence.prompt_scores or ()), None
         return SequenceOutput(

@@ -8,6 +8,7 @@ when nothing would be left pending, the step samples the next token. State machi
     NEW --add--> WAITING --scheduled--> RUNNING --a stop rule or an error----> FINISHED
                     ^                    |   |                                    ^
                     +----preempted-------+   +--len(tokens) = pause_at--> PAUSED --+ removed
+                                             `--a stop rule, if kept--------^
                                                                             |
     any state but FINISHED --removed (abort, deadline)--> FINISHED          +--detached--> NEW
 
@@ -58,6 +59,8 @@ class Sequence:
     """Of the *original* prompt: penalties, min and max tokens, usage and generated indices count from its end."""
     pause_at: int | None = None
     """Park the sequence when it has this many tokens."""
+    is_kept: bool = False
+    """A stop rule pauses it: other choices are still to be forked from its blocks."""
     num_computed: int = 0
     """Tokens whose KV is in the blocks. An arrival with KV brings blocks for them."""
     block_table: list[int] = field(default_factory=list)

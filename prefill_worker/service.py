@@ -2,12 +2,13 @@
 
 An attempt at P::
 
-    ROOM --blocks for the whole prompt and quota--> COMPUTING --first token--> HELD (export.py) --> over
-      |                                                 |            `--the token ends the request--> over
+    ROOM --blocks for the whole prompt and quota--> COMPUTING --first tokens--> HELD (export.py) --> over
+      |                                                 |            `--they end every choice--> over
       `--deadline | cancel | draining--> over           `--deadline | cancel | NaN--> over
 
-ROOM is a line (first come, first served, or by priority). The call ends when the first token is known; HELD outlives
-it under the lease.
+ROOM is a line (first come, first served, or by priority). COMPUTING is one sequence, which reads the prompt; with
+several choices the others are forked from it for their first tokens (worker/choices.py). The call ends when the first
+tokens are known; HELD outlives it under the lease.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from core.errors import Cancelled, ContextTooLong, DeadlineExceeded, OutOfBlocks, QueueFull, WorkerLost
 from core.handoff import PeerInfo, ToHolder, ToReader
@@ -25,6 +27,7 @@ from core.types import (
     AbortReply,
     AbortRequest,
     FirstToken,
+    GenerateRequest,
     PrefillReply,
     PrefillRequest,
     StageTimes,
@@ -32,10 +35,12 @@ from core.types import (
 )
 from engine.block_pool import Reservation
 from engine.engine import Engine, SequenceOutput, StepResult
+from engine.grammar import CompiledGrammar
 from engine.sequence import Sequence, SequenceKey
 from kvtransfer.lease import LeaseTable
 from prefill_worker.export import Exports
 from rpc.server import RpcServer
+from worker.choices import discard, fork
 from worker.context import Tombstones, WorkerContext
 from worker.line import Line
 
@@ -50,7 +55,8 @@ class _Attempt:
     handoff_id: HandoffId
     task: "asyncio.Task[PrefillReply] | None"
     num_tokens: int
-    first: "asyncio.Future[SequenceOutput]"
+    firsts: "dict[int, asyncio.Future[SequenceOutput]]"
+    """By choice."""
     has_room: bool = False
     is_held: bool = False
     abort_reason: str = ""
@@ -82,8 +88,8 @@ class PrefillRole:
         for output in result.outputs:
             key = output.sequence.key
             attempt = self._attempts.get((key.request_id, key.attempt))
-            if attempt is not None and not attempt.first.done():
-                attempt.first.set_result(output)
+            if attempt is not None and not attempt.firsts[key.choice].done():
+                attempt.firsts[key.choice].set_result(output)
         self.exports.room_freed.set()
 
     def fill_load(self, load: WorkerLoad) -> WorkerLoad:
@@ -123,12 +129,13 @@ class PrefillRole:
         if key in self._attempts:
             raise Cancelled("the attempt is here already")
         num_tokens = asked.num_prompt_tokens + len(asked.choices[0].accepted)
-        self._check_size(num_tokens)
+        self._check_size(num_tokens, num_choices=len(asked.choices))
+        loop = asyncio.get_running_loop()
         attempt = _Attempt(
             handoff_id=request.handoff_id,
             task=asyncio.current_task(),
             num_tokens=num_tokens,
-            first=asyncio.get_running_loop().create_future(),
+            firsts={progress.choice: loop.create_future() for progress in asked.choices},
         )
         self._attempts[key] = attempt
         self.exports.expect(request.handoff_id)
@@ -160,45 +167,39 @@ class PrefillRole:
         context, asked, handoff_id = self._context, request.request, request.handoff_id
         arrived_at = time.monotonic()
         await context.failpoints.reach("prefill.queued")
-        grammar = await context.start_grammar(asked.sampling)
-        reservation = await self._wait_for_room(request, attempt)
+        grammar = await context.compile_grammar(asked.sampling)
+        reservations = await self._wait_for_room(request, attempt)
         attempt.has_room = True
-        accepted = asked.choices[0].accepted
-        sequence_key = SequenceKey(request_id=asked.request_id, attempt=asked.attempt, choice=0)
-        sequence = Sequence(
-            key=sequence_key,
-            tokens=[*asked.prompt_token_ids, *accepted],
-            num_prompt_tokens=asked.num_prompt_tokens,
-            sampling=asked.sampling,
-            pause_at=attempt.num_tokens + 1,
-            reservation=reservation,
-            priority=asked.priority,
-            salt=asked.cache_salt,
-            grammar=grammar,
-        )
+        sequences = _sequences(asked, grammar, reservations)
+        leader, *others = sequences
         added_at = time.monotonic()
         is_over = False
         try:
-            await context.steps.call(lambda engine: engine.add(sequence))
+            await context.steps.call(lambda engine: engine.add(leader))
             await context.failpoints.reach("prefill.computing")
-            output = await attempt.first
-            if output.error is not None:
-                raise output.error
-            first = _first_token(output)
-            is_over = True  # the sequence is off the engine, or will be by what follows
-            if first.finish_reason is not None:
-                self.exports.end(handoff_id, Cancelled("the request ended at its first token"))
+            outputs = [await _first(attempt, leader)]
+            if others:
+                if not await context.steps.call(partial(fork, leader=leader, others=others)):
+                    raise Cancelled("the attempt is over")
+                await context.failpoints.reach("prefill.forked")
+                outputs += [await _first(attempt, sequence) for sequence in others]
+            firsts = tuple(map(_first_token, outputs))
+            if any(first.finish_reason is None for first in firsts):
+                is_over = True  # the sequences are off the engine by what follows
+                await self._hold(handoff_id, attempt, sequences, firsts)
             else:
-                await self._hold(handoff_id, attempt, sequence_key, first)
+                is_over = not others  # a single one is off the engine already
+                self.exports.end(handoff_id, Cancelled("the request ended at its first token"))
         finally:
             if not is_over:
                 try:
-                    await asyncio.shield(self._scope.spawn(self._discard(sequence), name="discard"))
+                    await asyncio.shield(self._scope.spawn(self._discard(sequences), name="discard"))
                 finally:
                     self.exports.end(handoff_id, Cancelled("the prefill ended without a first token"))
+        sequence, output = leader, outputs[0]
         started_at = sequence.first_step_at or added_at
         return PrefillReply(
-            first_tokens=(first,),
+            first_tokens=firsts,
             num_cached_tokens=sequence.num_cached,
             stages=StageTimes(
                 prefill_queue_s=max(0.0, started_at - arrived_at),
@@ -209,13 +210,16 @@ class PrefillRole:
             prompt_logprobs=output.prompt_logprobs,
         )
 
-    async def _hold(self, handoff_id: HandoffId, attempt: _Attempt, key: SequenceKey, first: FirstToken) -> None:
-        """Lease the blocks and seal the hand-off. Cancelled half-way, it still runs to its end, and gives all back."""
+    async def _hold(
+        self, handoff_id: HandoffId, attempt: _Attempt, sequences: list[Sequence], firsts: tuple[FirstToken, ...]
+    ) -> None:
+        """Lease the blocks of the prompt and seal the hand-off. Cancelled half-way, it still runs to its end, and gives
+        all back."""
 
         async def hold() -> None:
-            blocks = await self._context.steps.call(lambda engine: _lease_blocks(engine, key))
+            blocks = await self._context.steps.call(lambda engine: _lease_blocks(engine, sequences))
             attempt.is_held = True
-            await self.exports.seal(handoff_id, blocks, (first,))
+            await self.exports.seal(handoff_id, blocks, firsts)
 
         holding = self._scope.spawn(hold(), name=f"hold-{handoff_id[:8]}")
         try:
@@ -224,17 +228,20 @@ class PrefillRole:
             self.exports.end(handoff_id, Cancelled("ended while the hand-off was sealed"))
             raise
 
-    async def _wait_for_room(self, request: PrefillRequest, attempt: _Attempt) -> Reservation:
-        """Blocks for the whole prompt and a lease within the quota; the head of the line waits, nobody overtakes it."""
+    async def _wait_for_room(self, request: PrefillRequest, attempt: _Attempt) -> list[Reservation]:
+        """Blocks for the whole prompt and a lease within the quota; the head of the line waits, nobody overtakes it.
+
+        A reservation for each choice: the first computes the prompt, the others its last token again.
+        """
         if len(self._line) >= self._context.pool_config.max_queue:
             raise QueueFull(f"{self._context.worker_id} has {len(self._line)} prompts waiting")
-        num_blocks = self._context.geometry.blocks_for(attempt.num_tokens)
+        num_blocks, num_others = self._context.geometry.blocks_for(attempt.num_tokens), len(attempt.firsts) - 1
         with self._line.join(request.request.priority) as place:
             while True:
                 await self._line.first(place)
                 self.exports.room_freed.clear()
                 try:
-                    reservation = self._context.engine.pool.reserve(num_blocks)
+                    reservation = self._context.engine.pool.reserve(num_blocks + num_others)
                 except OutOfBlocks:
                     await self._room_freed()
                     continue
@@ -247,7 +254,7 @@ class PrefillRole:
                 except BaseException:
                     reservation.release()
                     raise
-                return reservation
+                return [reservation, *(reservation.split(1) for _ in range(num_others))]
 
     def _begin_export(self, request: PrefillRequest, attempt: _Attempt) -> None:
         asked = request.request
@@ -266,11 +273,12 @@ class PrefillRole:
         except TimeoutError:
             pass  # blocks may also come back without an event
 
-    def _check_size(self, num_tokens: int) -> None:
+    def _check_size(self, num_tokens: int, *, num_choices: int) -> None:
         limits, geometry = self._context.engine.limits, self._context.geometry
         if num_tokens >= limits.max_context:
             raise ContextTooLong(f"{num_tokens} tokens do not fit a context of {limits.max_context}", param="prompt")
         room = int(limits.num_blocks * self._context.config.transfer.held_fraction)
+        room = min(room, limits.num_blocks - (num_choices - 1))
         if geometry.blocks_for(num_tokens) > room:
             raise ContextTooLong(
                 f"the prompt needs {geometry.blocks_for(num_tokens)} KV blocks, "
@@ -279,20 +287,21 @@ class PrefillRole:
                 param="prompt",
             )
 
-    async def _discard(self, sequence: Sequence) -> None:
-        """Off the engine, blocks freed; legal in every state of the sequence."""
-        key = sequence.key
+    async def _discard(self, sequences: list[Sequence]) -> None:
+        """Off the engine, blocks freed; legal in every state of the sequences."""
         with suppress(WorkerLost):  # the engine has ended, and its blocks with it
-            await self._context.steps.call(lambda engine: engine.remove(key))
+            await self._context.steps.call(lambda engine: discard(engine, sequences))
 
     async def _abort(self, key: tuple[RequestId, int], reason: str) -> bool:
         """Cancel the call of a running attempt and wait until its blocks are back."""
         attempt = self._attempts.get(key)
         if attempt is None or attempt.is_held or attempt.task is None:
             return False
-        if attempt.has_room and not attempt.first.done():
-            attempt.first.set_exception(Cancelled(reason))
-            attempt.first.exception()  # taken here too: the call may end before it looks
+        waiting = [first for first in attempt.firsts.values() if not first.done()]
+        if attempt.has_room and waiting:
+            for first in waiting:
+                first.set_exception(Cancelled(reason))
+                first.exception()  # taken here too: the call may end before it looks
         else:
             attempt.abort_reason = reason
             attempt.task.cancel()
@@ -305,11 +314,44 @@ async def _ended(task: "asyncio.Task[PrefillReply]") -> None:
     await asyncio.wait({task})
 
 
-def _lease_blocks(engine: Engine, key: SequenceKey) -> list[int]:
-    """Take a paused sequence off the engine; its blocks are leased from now on, and in use no more."""
-    blocks = engine.detach(key).block_table
+def _sequences(
+    asked: GenerateRequest, grammar: CompiledGrammar | None, reservations: list[Reservation]
+) -> list[Sequence]:
+    """One for each choice. The first computes the prompt, the others have its last token to compute again."""
+    tokens = [*asked.prompt_token_ids, *asked.choices[0].accepted]
+    return [
+        Sequence(
+            key=SequenceKey(request_id=asked.request_id, attempt=asked.attempt, choice=progress.choice),
+            tokens=list(tokens),
+            num_prompt_tokens=asked.num_prompt_tokens,
+            sampling=asked.sampling,
+            pause_at=len(tokens) + 1,
+            is_kept=number == 0 and len(reservations) > 1,
+            num_computed=0 if number == 0 else len(tokens) - 1,
+            reservation=reservation,
+            priority=asked.priority,
+            salt=asked.cache_salt,
+            grammar=None if grammar is None else grammar.start(),
+        )
+        for number, (progress, reservation) in enumerate(zip(asked.choices, reservations, strict=True))
+    ]
+
+
+async def _first(attempt: _Attempt, sequence: Sequence) -> SequenceOutput:
+    """The first token of a choice. Raises the error that ended it."""
+    output = await attempt.firsts[sequence.key.choice]
+    if output.error is not None:
+        raise output.error
+    return output
+
+
+def _lease_blocks(engine: Engine, sequences: list[Sequence]) -> list[int]:
+    """Take paused sequences off the engine. The blocks of the first are leased from now on, none is in use any more."""
+    leader, *others = sequences
+    blocks = engine.detach(leader.key).block_table
     engine.pool.lease(blocks)
     engine.pool.free(blocks)
+    discard(engine, others)
     return blocks
 
 

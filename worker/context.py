@@ -14,9 +14,10 @@ from core.kv import KVFormat, KVGeometry
 from core.telemetry import Telemetry
 from core.types import GenerateRequest, Role, SamplingParams, WorkerLoad
 from engine.engine import Engine, StepResult
-from engine.grammar import GrammarState
+from engine.grammar import CompiledGrammar
 from kvtransfer.digest import Digester
 from rpc.server import RpcServer
+from worker.choices import check_choices
 from worker.step_thread import StepThread
 
 
@@ -48,18 +49,17 @@ class WorkerContext:
     def geometry(self) -> KVGeometry:
         return self.engine.geometry
 
-    async def start_grammar(self, sampling: SamplingParams) -> GrammarState | None:
-        """The start of the request's grammar, compiled off this loop and off the steps. Raises InvalidRequest for what
-        is no grammar or takes too long, QueueFull."""
+    async def compile_grammar(self, sampling: SamplingParams) -> CompiledGrammar | None:
+        """The request's grammar, compiled off this loop and off the steps; each choice starts it anew. Raises
+        InvalidRequest for what is no grammar or takes too long, QueueFull."""
         if not sampling.grammar:
             return None
         grammars = self.engine.grammars
         try:
             async with asyncio.timeout(grammars.limit_s):
-                compiled = await asyncio.shield(asyncio.wrap_future(grammars.submit(sampling.grammar)))
+                return await asyncio.shield(asyncio.wrap_future(grammars.submit(sampling.grammar)))
         except TimeoutError:
             raise grammars.too_slow(sampling.grammar) from None
-        return compiled.start()
 
     def check(self, request: GenerateRequest, incarnation: Incarnation) -> None:
         """Refuse what was meant for somebody else, or what this worker cannot do. Raises a typed error."""
@@ -71,8 +71,7 @@ class WorkerContext:
             raise ModelNotFound(f"{self.worker_id} serves {self.model.name!r}, not {request.model!r}")
         if not request.prompt_token_ids:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
-        if len(request.choices) != 1 or request.sampling.n != 1:
-            raise InvalidRequest("n > 1 is not supported yet", param="n")
+        check_choices(request)
         vocab_size = self.engine.limits.vocab_size
         if max(request.prompt_token_ids) >= vocab_size:
             raise InvalidRequest(f"a prompt token id is not below the vocabulary size {vocab_size}", param="prompt")

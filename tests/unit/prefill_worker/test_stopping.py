@@ -16,7 +16,7 @@ def test_a_stop_between_the_first_token_and_the_lease_leaves_no_block_leased() -
         prefill = cluster.start("prefill-0", num_blocks=16)
         cluster.start("decode-0", num_blocks=16)
         asked = cluster.ask((3, 4, 5, 6, 7), max_tokens=3)
-        while not any(attempt.first.done() for attempt in prefill.role._attempts.values()):
+        while not any(attempt.firsts[0].done() for attempt in prefill.role._attempts.values()):
             await asyncio.sleep(1e-5)
         await asyncio.sleep(1e-5)
         prefill.context.is_draining = True
