@@ -334,3 +334,40 @@ async def test_choices_that_cannot_share_a_prompt_are_refused(asker: Asker, mode
     apart = (t.ChoiceProgress(choice=0, accepted=(7,)), t.ChoiceProgress(choice=1, accepted=(8,)))
     with pytest.raises(InvalidRequest, match="resumed by attempts of their own"):
         await asker.ask(replace(both, choices=apart), mode)
+
+
+# -- blocks that several leases share ---------------------------------------------------------------------------------
+
+
+async def test_blocks_under_several_leases_are_reusable_when_the_last_lease_has_ended(asker: Asker) -> None:
+    """Two hand-offs of one prompt: its complete blocks are leased twice, the tails once each."""
+    assert asker.p is not None and asker.to_prefill is not None
+    pool = asker.p.context.engine.pool
+    replies = []
+    for name in ("one", "two"):
+        request = asker.request(prompt(10), (0, 1, 2), request_id=name)
+        replies.append(
+            await asker.to_prefill.prefill(
+                t.PrefillRequest(
+                    request=request, handoff_id=HandoffId(name), worker_incarnation=asker.p.context.incarnation
+                )
+            )
+        )
+    assert replies[0].first_tokens == replies[1].first_tokens
+    assert [reply.num_cached_tokens for reply in replies] == [0, 8]
+    exports = asker.p.role.exports._exports  # type: ignore[attr-defined]
+    blocks = [exports[name].grant.block_ids for name in ("one", "two")]
+    assert blocks[0][:2] == blocks[1][:2] and blocks[0][2] != blocks[1][2]
+    assert pool.counts().leased == 4
+
+    async def end(name: str) -> None:
+        assert asker.to_prefill is not None
+        assert (await asker.to_prefill.abort(t.AbortRequest(request_id=RequestId(name), attempt=1, reason="x"))).found
+
+    await end("one")
+    assert pool.counts().leased == 3
+    taken = pool.allocate(pool.counts().free + pool.counts().cached)  # all that can be reused
+    assert not set(taken) & set(blocks[1])
+    await end("two")
+    assert pool.counts().leased == 0 and pool.num_unpromised == 3
+    pool.free(taken)

@@ -8,10 +8,20 @@ import pytest
 
 from core.clock import MonotonicClock
 from core.config import parse_config
+from core.errors import ContextTooLong
 from core.failpoints import Failpoints
 from core.ids import GatewayId, HandoffId, Incarnation, RequestId, WorkerId
 from core.telemetry import Telemetry
-from core.types import AdmitReply, AdmitRequest, AdmitVerdict, GenerateRequest, Mode, Role, SamplingParams
+from core.types import (
+    AdmitReply,
+    AdmitRequest,
+    AdmitVerdict,
+    ChoiceProgress,
+    GenerateRequest,
+    Mode,
+    Role,
+    SamplingParams,
+)
 from decode_worker.outbox import Outbox
 from decode_worker.service import DecodeRole
 from engine.engine import Engine, EngineConfig
@@ -62,12 +72,13 @@ class Site:
         )
         self.role._outboxes[GATEWAY] = Outbox(GatewayId("g"), GATEWAY)
 
-    async def admit(self, name: str, num_tokens: int, *, priority: int = 0) -> AdmitReply:
+    async def admit(self, name: str, num_tokens: int, *, priority: int = 0, n: int = 1) -> AdmitReply:
         request = GenerateRequest(
             request_id=RequestId(name),
             model="m",
             prompt_token_ids=tuple(range(3, 3 + num_tokens)),
-            sampling=SamplingParams(max_tokens=16),
+            sampling=SamplingParams(max_tokens=16, n=n),
+            choices=tuple(ChoiceProgress(choice=choice) for choice in range(n)),
             gateway_id=GatewayId("g"),
             gateway_incarnation=GATEWAY,
             deadline_s=60,
@@ -106,5 +117,18 @@ async def test_the_line_at_d_goes_by_the_policy(policy: str, expected: list[str]
         assert (await site.admit(name, 8, priority=priority)).verdict is AdmitVerdict.QUEUED
     assert [admission.key.request_id for admission in site.role._queue] == expected
     site.engine.pool.free(taken)
+    await site.role.stop()
+    assert site.engine.pool.counts().is_idle()
+
+
+async def test_room_is_promised_for_every_choice_but_the_prompt_counts_once() -> None:
+    site = Site()
+    assert (await site.admit("one", 10)).verdict is AdmitVerdict.ACCEPTED
+    assert site.engine.pool.counts().reserved == 7  # 26 tokens
+    assert (await site.admit("four", 10, n=4)).verdict is AdmitVerdict.ACCEPTED
+    assert site.engine.pool.counts().reserved == 7 + 7 + 3 * 5  # two blocks of the prompt are never written to
+    assert (await site.admit("too many", 10, n=4)).verdict is AdmitVerdict.QUEUED
+    with pytest.raises(ContextTooLong, match="the prompt and 40 choices need 42 KV blocks"):
+        await site.admit("never", 10, n=40)
     await site.role.stop()
     assert site.engine.pool.counts().is_idle()
