@@ -4,6 +4,7 @@ what it would be alone."""
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -14,6 +15,7 @@ import pytest
 
 from core import types as t
 from core.errors import Cancelled, InvalidRequest, WorkerLost
+from core.grammar import GrammarKind, GrammarSource
 from core.ids import GatewayId, HandoffId, Incarnation, RequestId
 from engine.engine import Engine, EngineConfig
 from kvtransfer.backends.inproc import Fabric
@@ -253,6 +255,16 @@ async def test_some_choices_of_several_may_be_asked_for_again(asker: Asker) -> N
     expected = await alone(asker, prompt(9))
     again = await asker.ask(asker.request(prompt(9), (4, 1), attempt=2))
     assert {choice: tokens for choice, tokens in again.tokens.items()} == {4: expected[4], 1: expected[1]}
+
+
+@pytest.mark.parametrize("mode", t.Mode)
+async def test_every_choice_follows_the_grammar_from_its_start(asker: Asker, mode: t.Mode) -> None:
+    grammar = GrammarSource(kind=GrammarKind.REGEX, source="[A-D]{3}[K-N]{3}").encode()
+    options: dict[str, Any] = {"grammar": grammar, "ignore_eos": False, "eos_token_ids": (2,), "seed": 3}
+    answer = await asker.ask(asker.request(prompt(10), (0, 1, 2), **options), mode)
+    texts = [bytes(token for token in answer.tokens[choice] if token != 2).decode() for choice in range(3)]
+    assert all(re.fullmatch("[A-D]{3}[K-N]{3}", text) for text in texts), texts
+    assert len(set(texts)) > 1
 
 
 # -- ends -------------------------------------------------------------------------------------------------------------

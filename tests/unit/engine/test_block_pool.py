@@ -132,6 +132,15 @@ class PoolMachine(RuleBasedStateMachine):
         assert reservation.grow(target_size) == (reservation.remaining >= target_size)
         assert before <= reservation.remaining <= max(before, target_size)
 
+    @rule(target=reservations, reservation=reservations, num=st.integers(0, 8))
+    def split(self, reservation: Reservation, num: int) -> Reservation:
+        before, promised = reservation.remaining, self.pool.counts().reserved
+        part = reservation.split(num)
+        assert part.remaining == min(num, before) and part.remaining + reservation.remaining == before
+        assert self.pool.counts().reserved == promised
+        self.promised.append(part)
+        return part
+
     @rule(reservation=reservations)
     def release(self, reservation: Reservation) -> None:
         reservation.release()
