@@ -65,7 +65,8 @@ def check_geometry(mine: KVGeometry, theirs: KVGeometry) -> None:
 def check_peer(peer: PeerInfo, *, mine: KVFormat, geometry: KVGeometry, backend: str) -> None:
     """The handshake's verdict on a peer: format, geometry, backend, and that its region holds its blocks.
 
-    A worker has one rank today, and fetches from one: both must hold the same heads and layers.
+    A worker has one rank today, and fetches from one: both must hold the same heads and layers. Their grants and
+    prefix hits count blocks of one size.
     """
     check_compatible(mine, peer.format)
     check_geometry(geometry, peer.geometry)
@@ -76,7 +77,10 @@ def check_peer(peer: PeerInfo, *, mine: KVFormat, geometry: KVGeometry, backend:
             f"worker rank {geometry.rank} of {geometry.num_ranks} with {_text(ours)}: a hand-off takes one of each"
         )
     if geometry.block_size != peer.geometry.block_size:
-        raise LayoutMismatch(f"block_size: {geometry.block_size} != {peer.geometry.block_size}")
+        raise LayoutMismatch(
+            f"block_size: {geometry.block_size} != {peer.geometry.block_size}: {peer.worker_id} needs the same "
+            "models[].kv.block_size as this worker"
+        )
     if peer.link.backend != backend:
         raise LayoutMismatch(f"transfer backends differ: {backend!r} != {peer.link.backend!r}")
     check_region(peer)

@@ -337,6 +337,18 @@ async def test_an_abort_at_d_ends_all_choices(asker: Asker) -> None:
     assert asker.d.context.engine.pool.counts().in_use == 0
 
 
+async def test_an_abort_at_d_around_the_fork_leaves_nothing(local: Asker) -> None:
+    """Before the first choice has paused, while the others are forked from it, and after."""
+    for ticks in range(0, 60, 4):
+        request = local.request(prompt(10), (0, 1, 2), max_tokens=200)
+        await local.start(request, t.Mode.LOCAL)
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        gone = t.AbortRequest(request_id=request.request_id, attempt=1, reason="gone")
+        assert (await local.to_decode.abort(gone)).found
+        assert local.d.context.engine.pool.counts().is_idle()
+
+
 @pytest.mark.parametrize("mode", t.Mode)
 async def test_choices_that_cannot_share_a_prompt_are_refused(asker: Asker, mode: t.Mode) -> None:
     for numbers in ((0, 0), (0, 5)):
