@@ -211,6 +211,8 @@ class Scheduler:
                 return
             if self._fail_if_too_long(sequence, failed):
                 continue
+            if len(sequence.block_table) + self._tables.num_missing(sequence) > self._pool.num_blocks:
+                self._start_over(sequence)  # not even an empty pool has room for a copy beside the tail that it shares
             unpromised = self._tables.num_to_take(sequence) - _promised_blocks(sequence)
             if unpromised > 0 and (is_blocked or not self._claim_blocks(sequence, unpromised)):
                 is_blocked = True

@@ -286,6 +286,20 @@ def test_a_leased_block_is_not_written_to(engine: Engine) -> None:
     assert engine.pool.counts().is_idle()
 
 
+def test_a_fork_that_needs_the_whole_pool_gives_up_the_tail_that_it_shares() -> None:
+    """A copy beside the shared block would be one block more than there is: it would wait for ever, and all behind."""
+    engine = make(num_blocks=4, max_context=16)
+    leader = make_sequence(prompt(8), max_tokens=8, ignore_eos=True)
+    engine.add(leader)
+    engine.step()
+    child = make_sequence([*prompt(8), *range(3, 8)], num_computed=3, max_tokens=2, ignore_eos=True)
+    engine.fork(leader, [child])
+    engine.remove(leader.key)
+    recorded = run(engine, behind := make_sequence(prompt(5, seed=1), max_tokens=3), max_steps=100)
+    assert recorded.tokens[child.key] == solo(child.tokens[:13], max_tokens=2, ignore_eos=True)[0]
+    assert len(recorded.tokens[behind.key]) == 3
+
+
 # -- law 3 ------------------------------------------------------------------------------------------------------------
 
 PIECES = [prompt(length, seed=length) for length in (3, 8, 17, 30)]
