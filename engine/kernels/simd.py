@@ -5,6 +5,7 @@ processor's are narrower. Every sum has one order that is written down here: tha
 """
 
 import hashlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +29,13 @@ _FLOAT = ir.FloatType()
 _I32 = ir.IntType(32)
 
 
-def _keep_compiled_code() -> bool:
-    """Choose where numba keeps it. By itself it compares a function's own file only; code that is built into it from
-    another file could be out of date, so the folder carries a digest of all kernels.
+def keep_compiled_code(folder: Path) -> bool:
+    """Choose where numba keeps it: below ``folder``, which holds the kernels' sources. False where nothing can be
+    written: an image's files may belong to another user.
+
+    By itself numba compares a function's own file only; code that is built into it from another file could be out of
+    date, so the place carries a digest of all kernels.
     """
-    folder = Path(__file__).parent
     digest = hashlib.sha256()
     for source in sorted(folder.glob("*.py")):
         digest.update(source.read_bytes())
@@ -41,11 +44,13 @@ def _keep_compiled_code() -> bool:
         kept.mkdir(parents=True, exist_ok=True)
     except OSError:
         return False
+    if not os.access(kept, os.W_OK | os.X_OK):
+        return False
     numba.config.CACHE_DIR = str(kept)
     return True
 
 
-_IS_KEPT = _keep_compiled_code()
+_IS_KEPT = keep_compiled_code(Path(__file__).parent)
 
 
 def jit(function: Callable[..., Any]) -> Any:

@@ -1,11 +1,15 @@
 """The compiled kernels of the CPU against numpy and torch; what they mean for attention: tests/unit/engine."""
 
+import os
+from pathlib import Path
+
+import numba
 import numpy as np
 import pytest
 import torch
 
 from engine.kernels.attention import exp, half_of
-from engine.kernels.simd import KEYS, jit, lanes, make_products
+from engine.kernels.simd import KEYS, jit, keep_compiled_code, lanes, make_products
 
 
 @jit
@@ -79,3 +83,26 @@ def test_products_with_a_tile(size: int, is_half: bool) -> None:
     kv = np.repeat(kv[:1], KEYS, axis=0)
     run(q, kv, tile, scores, weights, out)
     assert (scores == scores[0]).all(), "a sum does not depend on the key's place in the tile"
+
+
+def test_compiled_code_is_kept_for_these_very_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", numba.config.CACHE_DIR)  # given back afterwards
+    places = []
+    for source in ("a = 1", "a = 2"):
+        (tmp_path / "kernel.py").write_text(source)
+        assert keep_compiled_code(tmp_path)
+        places.append(numba.config.CACHE_DIR)
+    assert places[0] != places[1]
+    assert all(Path(place).parent == tmp_path / "__pycache__" for place in places)
+
+
+def test_where_nothing_can_be_written_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an image whose files belong to another user: numba would refuse to compile at all."""
+    before = numba.config.CACHE_DIR
+    (tmp_path / "__pycache__").touch()
+    assert not keep_compiled_code(tmp_path)
+    (tmp_path / "__pycache__").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda *_: False)
+        assert not keep_compiled_code(tmp_path)
+    assert before == numba.config.CACHE_DIR
