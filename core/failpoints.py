@@ -45,8 +45,8 @@ class Failpoints:
     def hit(self, name: str) -> None:
         """For threads: may raise, sleep or kill."""
         until = time.monotonic() + self._fire(name)
-        while name in self._actions and time.monotonic() < until:
-            time.sleep(min(_POLL_S, until - time.monotonic()))
+        while name in self._actions and (left := until - time.monotonic()) > 0:
+            time.sleep(min(_POLL_S, left))
 
     async def reach(self, name: str) -> None:
         """For coroutines: the same without blocking the loop."""
