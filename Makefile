@@ -22,16 +22,16 @@ help:
 serve: $(stamp)
 	@$(BIN)/baton up $(ARGS)
 
-# Two runs beside each other, since the tests of faults wait for processes most of the time. ARGS make it one run.
-PYTEST = $(BIN)/python -m pytest -m 'not gpu and not soak'
-BESIDE := tests/unit tests/kernels tests/integration
+# Two runs beside each other: one waits for processes most of the time, the other computes. ARGS make it one run.
+PYTEST = $(BIN)/python -m pytest
+SUITE := not gpu and not soak
 test: $(stamp)
 ifneq ($(strip $(ARGS)),)
-	@$(PYTEST) $(ARGS)
+	@$(PYTEST) -m '$(SUITE)' $(ARGS)
 else
 	@beside=$$(mktemp); trap 'kill $$! 2>/dev/null; rm -f "$$beside"' EXIT INT TERM; \
-	  $(PYTEST) $(BESIDE) >"$$beside" 2>&1 & \
-	  $(PYTEST) tests $(BESIDE:%=--ignore=%); first=$$?; \
+	  $(PYTEST) -m '$(SUITE) and not processes' >"$$beside" 2>&1 & \
+	  $(PYTEST) -m '$(SUITE) and processes'; first=$$?; \
 	  wait $$!; second=$$?; cat "$$beside"; test $$first -eq 0 -a $$second -eq 0
 endif
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
+
+TESTS = Path(__file__).parent
 
 # The suite shares its cores with the worker processes it starts, and one thread gives one order of summation.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -18,3 +22,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # examples everywhere.
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Modules that start clusters of processes say so; in these folders all do."""
+    for item in items:
+        if item.path.relative_to(TESTS).parts[0] in ("contract", "faults"):
+            item.add_marker("processes")

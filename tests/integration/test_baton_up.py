@@ -18,6 +18,8 @@ import httpx
 import psutil
 import pytest
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 PORTS = ("--set", "gateway.listen=127.0.0.1:0", "--set", "router.listen=127.0.0.1:0")
 SMALL = ("--set", "models.0.kv.num_blocks=200")

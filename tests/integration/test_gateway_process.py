@@ -22,6 +22,8 @@ from tests.support.scripted import Script, ScriptedCluster, ScriptedDecode, Scri
 from tests.support.tiny_model import write_folder
 from tests.support.tiny_tokenizer import ids_of
 
+pytestmark = pytest.mark.processes
+
 ANSWER = "Paris \U0001f5fc"
 READY_LINE = "baton-ready "
 

@@ -11,7 +11,7 @@ from engine.engine import Engine
 from kvtransfer.backends.nixl import NixlBackend
 from tests.support.local_cluster import LocalCluster
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 
 
 async def test_an_admission_whose_task_dies_is_retried_and_holds_nothing(

@@ -27,7 +27,7 @@ PERSON = {
 }
 PERSON_FORMAT = {"type": "json_schema", "json_schema": {"name": "p", "schema": PERSON, "strict": True}}
 ASK = [{"role": "user", "content": "Give a person"}]
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.processes, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
