@@ -24,8 +24,12 @@ settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
 
 
+IN_VIRTUAL_TIME = ("test_inject.py", "test_defences.py")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Modules that start clusters of processes say so; in these folders all do."""
+    """Modules that start clusters of processes say so; in these folders all do but those named."""
     for item in items:
-        if item.path.relative_to(TESTS).parts[0] in ("contract", "faults"):
+        folder = item.path.relative_to(TESTS).parts[0]
+        if folder in ("contract", "faults") and item.path.name not in IN_VIRTUAL_TIME:
             item.add_marker("processes")
