@@ -111,11 +111,11 @@ def test_a_reader_leaves_in_mid_transfer_and_the_holder_lives(
     for share in IN_MIDDLE:
         reader = nursery.start("D", transport, geometry=LARGE)
         connect(reader, holder)
-        if is_stopped:
-            holder.stop()
-        reader.tell_fetch(holder.peer, grant, at={**act, "share": share})
+        reader.tell_fetch(holder.peer, grant, at={**act, "share": share, "stop": holder.pid if is_stopped else 0})
         reader.wait_gone()
-        holder.resume()
+        if is_stopped:
+            holder.wait_stopped()
+            holder.resume()
         holder.ask("ping")
     reader = nursery.start("D", transport, geometry=LARGE)
     connect(reader, holder)
@@ -157,8 +157,8 @@ def test_what_was_given_up_never_writes_to_blocks_that_were_handed_out_again(nur
 
 
 def test_without_custody_a_late_write_is_seen(nursery: Nursery, transport: str) -> None:
-    """So the test above can fail. Where the copy happens within the post, or is read from a socket that an abort
-    closes, nothing can come late, and there is no damage either."""
+    """So the test above can fail. Where the kernel copies within the post nothing can come late, and there is no damage
+    either."""
     num_bytes = sum(_damage(nursery, transport, share, has_custody=False) for share in (0.0, 0.4))
     assert (num_bytes > 0) == TRANSPORTS[transport].writes_late
     print(f"{transport}: {num_bytes} foreign bytes without custody")

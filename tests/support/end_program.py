@@ -131,7 +131,7 @@ class _End:
         self.acted_at: float | None = None
 
     def close(self) -> None:
-        self.thread.stop(5.0)
+        self.thread.stop(1.0)
 
     # -- as holder ----------------------------------------------------------------------------------------------------
 
@@ -194,7 +194,8 @@ class _End:
 
     def do_fetch(self, holder: str, grant: Answer, at: Answer | None = None) -> Answer:
         """``at``: when the byte at ``share`` of the blocks has come, send ``signum`` to ``pid`` (0: this process), or
-        with ``do`` "abandon" give the fetch up, or "exit" end this process in an orderly way."""
+        with ``do`` "abandon" give the fetch up, or "exit" end this process in an orderly way. Before that, SIGSTOP is
+        sent to ``stop``, if given."""
         number = len(self.fetches) + 1
         blocks = grant["blocks"]
         local = sorted(self.pool.allocate(len(blocks)))
@@ -267,6 +268,8 @@ class _End:
         while not self.side.blocks[block, :64].any() and not fetch.transfer.quiet.done():
             time.sleep(0)
         self.acted_at = time.monotonic()
+        if at.get("stop"):
+            os.kill(at["stop"], signal.SIGSTOP)
         if at.get("do") == "abandon":
             fetch.transfer.abandon()
         elif at.get("do") == "exit":
