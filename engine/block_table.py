@@ -97,6 +97,7 @@ class BlockTables:
         num_common = child.num_computed
         assert not child.block_table and num_common <= parent.num_computed, "there is nothing to fork from"
         assert child.tokens[:num_common] == parent.tokens[:num_common], "a fork begins like its parent"
+        assert child.salt == parent.salt, "blocks are shared within a tenant"
         blocks = parent.block_table[: self.blocks_for(num_common)]
         self._pool.share(blocks)
         child.block_table = blocks

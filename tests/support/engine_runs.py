@@ -25,7 +25,7 @@ _names = itertools.count()
 
 def make_sequence(tokens: Iterable[int], *, num_prompt_tokens: int | None = None, **options: Any) -> EngineSequence:
     """A greedy sequence unless `options` (of SamplingParams or of Sequence) say otherwise."""
-    names = ("pause_at", "num_computed", "block_table", "reservation", "priority", "salt")
+    names = ("pause_at", "is_kept", "num_computed", "block_table", "reservation", "priority", "salt")
     fields = {name: options.pop(name) for name in names if name in options}
     given = list(tokens)
     key = SequenceKey(RequestId(f"r{next(_names)}"), 1, options.pop("choice", 0))

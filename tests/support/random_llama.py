@@ -81,6 +81,8 @@ class RandomLlama:
                     f"{layer}.self_attn.k_proj.bias": (kv,),
                     f"{layer}.self_attn.v_proj.bias": (kv,),
                 }
+            if config.architecture == "qwen3":
+                shapes |= {f"{layer}.self_attn.{part}_norm.weight": (config.head_dim,) for part in "qk"}
         self.weights = {name: (random.standard_normal(shape) * 0.4).astype("float32") for name, shape in shapes.items()}
 
     def tensor_names(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The engine as its worker sees it, on a tiny model: who owns what, who fails alone, and equal tokens on every path."""
+"""The engine as its worker sees it, on a tiny model: who owns what, and who fails alone."""
 
 from __future__ import annotations
 
@@ -123,61 +123,6 @@ def test_usage_penalties_and_indices_count_from_the_original_prompt_in_a_retry(e
     recorded = run(engine, retried)
     assert recorded.tokens[retried.key] == expected[5:]
     assert [output.index for output in recorded.outputs[retried.key]] == list(range(5, 12))
-
-
-def test_a_draw_is_the_same_after_a_retry(engine: Engine) -> None:
-    options: dict[str, Any] = {"max_tokens": 12, "temperature": 1.0, "seed": 5, "ignore_eos": True}
-    whole = make_sequence(prompt(10), **options)
-    expected = run(engine, whole).tokens[whole.key]
-    retried = make_sequence([*prompt(10), *expected[:7]], num_prompt_tokens=10, **options)
-    assert run(engine, retried).tokens[retried.key] == expected[7:]
-
-
-# -- the same bits on every path --------------------------------------------------------------------------------------
-
-
-def crowd() -> list[Sequence]:
-    lengths = (1, 3, 4, 5, 17, 31, 40, 8)
-    return [
-        make_sequence(
-            prompt(length, seed=length),
-            max_tokens=12,
-            ignore_eos=True,
-            temperature=float(index % 2),
-            seed=index,
-            top_k=20,
-        )
-        for index, length in enumerate(lengths)
-    ]
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"block_size": 8},
-        {"block_size": 3, "num_blocks": 100},
-        {"max_step_tokens": 8},
-        {"max_sequences": 3},
-        {"num_blocks": 20, "projected_tokens": 1},
-        {"max_mixed_tokens": 5},
-        {"prefix_cache": False},
-    ],
-    ids=str,
-)
-def test_scores_do_not_depend_on_company_chunks_blocks_or_preemption(
-    tiny_files: RandomLlama, first_engine: Engine, changes: dict[str, Any]
-) -> None:
-    together = make(tiny_files, first_engine, **changes)
-    sequences = crowd()
-    recorded = run(together, *sequences)
-    assert bool(together.counters().num_preemptions) == (changes.get("num_blocks") == 20)
-    assert together.pool.counts().is_idle()
-    for sequence in sequences:
-        alone = reset(sequence)
-        solo = run(make(tiny_files, first_engine), alone)
-        assert recorded.tokens[sequence.key] == solo.tokens[alone.key]
-        assert_same_bits(recorded.scores[sequence.key], solo.scores[alone.key])
 
 
 # -- failing alone ----------------------------------------------------------------------------------------------------

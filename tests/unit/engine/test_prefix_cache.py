@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from core.errors import InternalError, OutOfBlocks
+from core.errors import InternalError
 from engine.engine import Engine, EngineConfig
-from engine.sequence import Sequence, SequenceState
+from engine.sequence import Sequence
 from tests.support.engine_runs import assert_same_bits, make_sequence, run
 from tests.support.random_llama import RandomLlama
 
@@ -22,13 +20,12 @@ SMALL: dict[str, Any] = {"block_size": 4, "num_blocks": 64, "max_step_tokens": 3
 
 
 @functools.cache
-def first_engine(dtype: str) -> Engine:
-    return Engine(FILES, EngineConfig(**SMALL, dtype=dtype))
+def first_engine() -> Engine:
+    return Engine(FILES, EngineConfig(**SMALL))
 
 
-def make(*, dtype: str = "float32", **changes: Any) -> Engine:
-    config = EngineConfig(**{**SMALL, **changes}, dtype=dtype)
-    return Engine(FILES, config, model=first_engine(dtype).model)
+def make(**changes: Any) -> Engine:
+    return Engine(FILES, EngineConfig(**{**SMALL, **changes}), model=first_engine().model)
 
 
 @pytest.fixture
@@ -42,15 +39,13 @@ def prompt(num_tokens: int, seed: int = 0) -> list[int]:
 
 def solo(tokens: list[int], **options: Any) -> tuple[list[int], list[torch.Tensor]]:
     """What an engine that shares nothing makes of it."""
-    return _solo("float32", tuple(tokens), tuple(sorted(options.items())))
+    return _solo(tuple(tokens), tuple(sorted(options.items())))
 
 
 @functools.lru_cache(maxsize=1000)
-def _solo(
-    dtype: str, tokens: tuple[int, ...], options: tuple[tuple[str, Any], ...]
-) -> tuple[list[int], list[torch.Tensor]]:
+def _solo(tokens: tuple[int, ...], options: tuple[tuple[str, Any], ...]) -> tuple[list[int], list[torch.Tensor]]:
     sequence = make_sequence(tokens, **dict(options))
-    recorded = run(make(prefix_cache=False, dtype=dtype), sequence)
+    recorded = run(make(prefix_cache=False), sequence)
     return recorded.tokens[sequence.key], recorded.scores[sequence.key]
 
 
@@ -298,81 +293,3 @@ def test_a_fork_that_needs_the_whole_pool_gives_up_the_tail_that_it_shares() -> 
     recorded = run(engine, behind := make_sequence(prompt(5, seed=1), max_tokens=3), max_steps=100)
     assert recorded.tokens[child.key] == solo(child.tokens[:13], max_tokens=2, ignore_eos=True)[0]
     assert len(recorded.tokens[behind.key]) == 3
-
-
-# -- law 3 ------------------------------------------------------------------------------------------------------------
-
-PIECES = [prompt(length, seed=length) for length in (3, 8, 17, 30)]
-texts = st.lists(st.sampled_from(range(len(PIECES))), min_size=1, max_size=3).map(
-    lambda places: [token for place in places for token in PIECES[place]]
-)
-requests = st.lists(st.tuples(texts, st.integers(1, 12), st.integers(0, 12), st.integers(0, 2)), min_size=2, max_size=8)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
-@settings(max_examples=15, deadline=None)
-@given(
-    requests=requests,
-    block_size=st.sampled_from((1, 3, 4, 16)),
-    budget=st.sampled_from((8, 20, 64)),
-    mixed=st.sampled_from((3, 64)),
-    num_tokens=st.integers(100, 300),
-)
-def test_hits_forks_chunks_company_and_preemption_never_change_bits(
-    dtype: str,
-    requests: list[tuple[list[int], int, int, int]],
-    block_size: int,
-    budget: int,
-    mixed: int,
-    num_tokens: int,
-) -> None:
-    engine = make(
-        dtype=dtype,
-        block_size=block_size,
-        num_blocks=-(-num_tokens // block_size),
-        max_step_tokens=budget,
-        max_mixed_tokens=mixed,
-        projected_tokens=1,
-    )
-    todo = [
-        (make_sequence(tokens, max_tokens=new, ignore_eos=True, temperature=1.0, seed=at), at, forks)
-        for tokens, new, at, forks in requests
-    ]
-    everybody = [sequence for sequence, _, _ in todo]
-    for step in range(600):
-        for sequence, at, _ in todo:
-            if at == step:
-                engine.add(sequence)
-        if step > 12 and not engine.has_work:
-            break
-        outputs = engine.step().outputs
-        assert engine.pool.counts().is_conserved()
-        for output in outputs:
-            assert not isinstance(output.error, InternalError)
-            if isinstance(output.error, OutOfBlocks):
-                everybody.remove(output.sequence)
-        for sequence, _, forks in todo:
-            if sequence.state is SequenceState.RUNNING and sequence.num_generated == 1 and forks:
-                children = [_choice_of(sequence, n) for n in range(1, forks + 1)]
-                engine.fork(sequence, children)
-                everybody += children
-    assert not engine.has_work and engine.pool.counts().is_idle()
-    for sequence in everybody:
-        sampling = sequence.sampling
-        options = {
-            "max_tokens": sampling.max_tokens,
-            "seed": sampling.seed,
-            "temperature": 1.0,
-            "ignore_eos": True,
-            "choice": sequence.key.choice,
-        }
-        prompt_tokens = tuple(sequence.tokens[: sequence.num_prompt_tokens])
-        expected, _ = _solo(dtype, prompt_tokens, tuple(sorted(options.items())))
-        assert sequence.tokens[sequence.num_prompt_tokens :] == expected
-
-
-def _choice_of(sequence: Sequence, choice: int) -> Sequence:
-    length = sequence.num_prompt_tokens
-    child = make_sequence(sequence.tokens[:length], num_computed=min(length - 1, sequence.num_computed), choice=choice)
-    child.sampling = sequence.sampling
-    return child
