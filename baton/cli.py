@@ -51,7 +51,7 @@ def _up(options: argparse.Namespace, config: ClusterConfig) -> int:
 def _chat(options: argparse.Namespace, config: ClusterConfig) -> int:
     from baton.chat import chat
 
-    url = options.url or f"http://{config.gateway.listen}"
+    url = options.url or config.gateway.url
     settings = {"model": options.model, "max_tokens": options.max_tokens, "temperature": options.temperature}
     return asyncio.run(chat(url, options.message, **settings))
 

@@ -123,6 +123,11 @@ class ModelConfigSection(_Section):
 
 class LimitsConfig(_Section):
     max_body_bytes: int = Field(default=4_194_304, ge=1024)
+    max_header_bytes: int = Field(default=32_768, ge=1024)
+    """Of a request's line and headers together."""
+    header_timeout_s: float = Field(default=20, gt=0)
+    """How long the line and the headers may take to arrive."""
+    body_timeout_s: float = Field(default=30, gt=0)
     request_timeout_s: float = Field(default=600, gt=0)
     """Deadline of a request, all attempts together."""
     max_attempts: int = Field(default=4, ge=1, le=100)
@@ -131,13 +136,52 @@ class LimitsConfig(_Section):
     max_stop_strings: int = Field(default=4, ge=1)
     max_stop_token_ids: int = Field(default=64, ge=1)
     max_logprobs: int = Field(default=20, ge=0)
+    drain_wait_s: float = Field(default=0, ge=0)
+    """After SIGTERM: how long `/ready` says no while requests are still taken, so that a load balancer notices."""
     drain_s: float = Field(default=30, ge=0)
+    """After that, how long running requests may go on. Both together must be less than the launcher's grace."""
+
+
+class TlsConfig(_Section):
+    cert: str
+    """PEM file: the certificate, then those between it and the root."""
+    key: str
+    """PEM file, without a password."""
+    reload_s: float = Field(default=10, gt=0)
+    """How often the files are looked at; a changed pair serves new connections without a restart."""
+
+
+class CorsConfig(_Section):
+    """Which web pages may call this API from a browser. None, unless named."""
+
+    origins: tuple[str, ...] = ()
+    """Such as ``https://app.example.org``, or ``*`` for every page."""
+    max_age_s: int = Field(default=600, ge=0)
+
+    @field_validator("origins")
+    @classmethod
+    def _origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in value:
+            scheme, _, host = origin.partition("://")
+            if origin != "*" and (scheme not in ("http", "https") or not host or "/" in host):
+                raise ValueError(f"{origin!r} is not an origin: write SCHEME://HOST[:PORT] without a path, or '*'")
+        return value
 
 
 class GatewayConfig(_Section):
     listen: str = "127.0.0.1:8000"
     keys_file: str | None = None
+    tls: TlsConfig | None = None
+    """Null serves plain HTTP."""
+    cors: CorsConfig = CorsConfig()
     limits: LimitsConfig = LimitsConfig()
+
+    @property
+    def url(self) -> str:
+        """As a client on this machine reaches it."""
+        host, port = split_address(self.listen)
+        host = "127.0.0.1" if host in ("0.0.0.0", "[::]") else host
+        return f"{'http' if self.tls is None else 'https'}://{host}:{port}"
 
     @field_validator("listen")
     @classmethod

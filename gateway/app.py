@@ -10,6 +10,7 @@ from core.config import ClusterConfig
 from core.ids import GatewayId, Incarnation
 from core.tasks import TaskScope
 from core.telemetry import Telemetry
+from gateway.cors import Cors
 from gateway.edge import Edge, Endpoint, method_not_allowed, not_found
 from gateway.generation import Generation
 from gateway.legs import Peers
@@ -70,7 +71,7 @@ class Gateway:
             reporter=self.reporter,
             telemetry=telemetry,
         )
-        self.asgi = Edge(_application(self._generation, routes), self._metrics)
+        self.asgi = Edge(Cors(_application(self._generation, routes), config.gateway.cors), self._metrics)
 
     def start(self, *, on_broken: Callable[[], None] = lambda: None) -> None:
         """Starts the heartbeat to the router. ``on_broken`` is called if that ends by an error."""
@@ -78,8 +79,14 @@ class Gateway:
         self._scope.spawn(self.reporter.run(self._config.router.heartbeat_s), name="reporter")
 
     async def drain(self) -> None:
-        """Ready says no; running requests finish, at most for the configured time, then end by an error."""
-        await self._generation.drain(self._config.gateway.limits.drain_s)
+        """Ready says no, then new requests are refused; running ones finish, at most for the configured time, and then
+        end by an error."""
+        limits = self._config.gateway.limits
+        await self._generation.drain(limits.drain_s, wait_s=limits.drain_wait_s)
+
+    def hurry(self) -> None:
+        """A drain ends now: it waits for nobody any more."""
+        self._generation.hurry()
 
     async def close(self) -> None:
         """Ends everything this gateway owns. No request may be running any more."""

@@ -66,16 +66,23 @@ class Generation:
         self._idle = asyncio.Event()
         self._idle.set()
         self._stopping = asyncio.Event()
+        self._is_refusing = False
         self.is_draining = False
 
-    async def drain(self, timeout_s: float) -> None:
-        """Refuses new work, lets running requests finish for `timeout_s`, then ends them by an error."""
+    async def drain(self, timeout_s: float, *, wait_s: float = 0) -> None:
+        """Says that it drains, and after `wait_s` refuses new work; lets running requests finish for `timeout_s`, then
+        ends them by an error."""
         self.is_draining = True
-        try:
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
-        except TimeoutError:
-            self._stopping.set()
-            await self._idle.wait()
+        if wait_s:
+            await _at_most(wait_s, self._stopping)
+        self._is_refusing = True
+        await _at_most(timeout_s, self._idle, self._stopping)
+        self._stopping.set()
+        await self._idle.wait()
+
+    def hurry(self) -> None:
+        """Ends running requests by an error, now; a drain under way waits no longer."""
+        self._stopping.set()
 
     async def chat_completions(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         def make_job(raw: bytes) -> Job:
@@ -101,7 +108,7 @@ class Generation:
         answer_class: type[Answer],
     ) -> None:
         stages = StageClock(self._clock)
-        raw = await read_json_body(scope, receive, self._limits.max_body_bytes)
+        raw = await read_json_body(scope, receive, self._limits)
         self._begin()
         try:
             work = self._answer(exchange, scope, send, stages, raw, make_job, answer_class)
@@ -112,7 +119,7 @@ class Generation:
             self._end()
 
     def _begin(self) -> None:
-        if self.is_draining:
+        if self._is_refusing:
             raise NoWorker("this gateway is shutting down; try again", code="draining")
         if self._num_running >= self._limits.max_requests:
             raise QueueFull("this gateway is at its limit of requests; try again", code="server_overloaded")
@@ -166,6 +173,16 @@ class Generation:
         run = Run(request, ChoiceText(job.model.tokenizer, job.rules), stages)
         stages.mark("prepare")
         return run
+
+
+async def _at_most(seconds: float, *events: asyncio.Event) -> None:
+    """Until one of the events is set, or the time is over."""
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
 
 
 def _traceparent(scope: Scope, request_id: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import orjson
 
+from core.config import LimitsConfig
 from core.errors import NoWorker, RequestError, ServingError
 
 Message = MutableMapping[str, Any]
@@ -26,7 +27,6 @@ EVENT_HEADERS: tuple[Header, ...] = (
     (b"x-accel-buffering", b"no"),
 )
 RETRY_AFTER_S = 1
-BODY_TIMEOUT_S = 30.0
 DONE = b"data: [DONE]\n\n"
 
 
@@ -69,18 +69,21 @@ def header(scope: Scope, name: bytes) -> str:
     return ""
 
 
-async def read_json_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
+async def read_json_body(scope: Scope, receive: Receive, limits: LimitsConfig) -> bytes:
     """The body, counted while it is read. Raises BodyTooLarge, BodyTimeout, NotJson, ClientGone."""
     kind = header(scope, b"content-type").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise NotJson("the body must be sent as 'content-type: application/json'")
     if header(scope, b"content-encoding") not in ("", "identity"):
         raise NotJson("compressed bodies are not supported")
+    told = header(scope, b"content-length")
+    if told.isdecimal() and int(told[:20]) > limits.max_body_bytes:
+        raise _too_large(limits.max_body_bytes)  # what a client says of its own excess may be believed
     try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            return await _read_body(receive, max_bytes)
+        async with asyncio.timeout(limits.body_timeout_s):
+            return await _read_body(receive, limits.max_body_bytes)
     except TimeoutError:
-        raise BodyTimeout(f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from None
+        raise BodyTimeout(f"the body did not arrive within {limits.body_timeout_s:g} s") from None
 
 
 async def _read_body(receive: Receive, max_bytes: int) -> bytes:
@@ -93,10 +96,14 @@ async def _read_body(receive: Receive, max_bytes: int) -> bytes:
         chunk: bytes = message.get("body", b"")
         num_bytes += len(chunk)
         if num_bytes > max_bytes:
-            raise BodyTooLarge(f"the body is larger than {max_bytes} bytes")
+            raise _too_large(max_bytes)
         chunks.append(chunk)
         if not message.get("more_body", False):
             return b"".join(chunks)
+
+
+def _too_large(max_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the body is larger than {max_bytes} bytes")
 
 
 async def until_disconnect(

@@ -44,7 +44,7 @@ class Routes:
         await send_json(send, 200, _model_value(self._shelf.get(scope["path_params"]["name"])))
 
     async def tokenize(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
-        raw = await read_json_body(scope, receive, self._limits.max_body_bytes)
+        raw = await read_json_body(scope, receive, self._limits)
 
         def work() -> bytes:
             body = parse_body(TokenizeBody, raw)
@@ -64,7 +64,7 @@ class Routes:
         await send_bytes(send, 200, await until_disconnect(receive, self._shelf.run(work)))
 
     async def detokenize(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
-        raw = await read_json_body(scope, receive, self._limits.max_body_bytes)
+        raw = await read_json_body(scope, receive, self._limits)
 
         def work() -> bytes:
             body = parse_body(DetokenizeBody, raw)

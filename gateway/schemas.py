@@ -7,11 +7,11 @@ built are refused by name, unless their value asks for nothing.
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, TypeVar
 
-import orjson
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from core.errors import InvalidRequest
+from gateway.json_body import load_object
 
 INT32 = 2**31 - 1
 INT64 = 2**63 - 1
@@ -210,14 +210,7 @@ SomeBody = TypeVar("SomeBody", bound=Body)
 
 def parse_body(cls: type[SomeBody], raw: bytes) -> SomeBody:
     """The body as `cls`, or InvalidRequest that names the member. Never echoes what the caller sent."""
-    try:
-        value = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest(
-            f"the body is not valid JSON (line {error.lineno}, column {error.colno})", code="invalid_json"
-        ) from None
-    if not isinstance(value, dict):
-        raise InvalidRequest("the body must be a JSON object", code="invalid_json")
+    value = load_object(raw)
     _refuse_not_built(cls, value, "")
     messages = value.get("messages")
     if isinstance(messages, list):

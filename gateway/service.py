@@ -5,25 +5,23 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
-import uvicorn
 import uvloop
 
 from core.config import ClusterConfig, split_address
 from core.errors import ConfigError, InternalError
 from core.ids import GatewayId, new_incarnation
+from core.tasks import TaskScope
 from core.telemetry import Telemetry, setup_telemetry
 from gateway.app import Gateway
 from gateway.models import ServedModel
 from gateway.ports import RpcClients
+from gateway.server import BACKLOG, Server
+from gateway.tls import Certificate
 from rpc.clients import RouterClient
 
 log = logging.getLogger(__name__)
-
-BACKLOG = 2048
-CLOSE_GRACE_S = 2
 
 
 def run(
@@ -34,10 +32,11 @@ def run(
     `on_listening` is told the HTTP address (``host:port``) once requests are accepted.
     """
     telemetry = setup_telemetry("gateway", config.telemetry)
+    certificate = Certificate(config.gateway.tls) if config.gateway.tls is not None else None
     listener = _bind(config.gateway.listen)
     models = [ServedModel.load(section) for section in config.models]
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(config, listener, models, telemetry, GatewayId(gateway_id), on_listening))
+        runner.run(_serve(config, listener, certificate, models, telemetry, GatewayId(gateway_id), on_listening))
 
 
 def _bind(listen: str) -> socket.socket:
@@ -62,6 +61,7 @@ def _bind(listen: str) -> socket.socket:
 async def _serve(
     config: ClusterConfig,
     listener: socket.socket,
+    certificate: Certificate | None,
     models: list[ServedModel],
     telemetry: Telemetry,
     gateway_id: GatewayId,
@@ -80,12 +80,22 @@ async def _serve(
     address = f"{host}:{listener.getsockname()[1]}"
     gateway.reporter.http_address = address
     gateway.reporter.pid = os.getpid()
-    server = _Server(gateway)
+    server = Server(gateway, config.gateway, certificate)
     stop = asyncio.Event()
+
+    def on_signal() -> None:
+        """The first signal begins to drain, the next one ends it at once."""
+        if stop.is_set():
+            gateway.hurry()
+        stop.set()
+
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, stop.set)
-    loop.add_signal_handler(signal.SIGINT, stop.set)
+    loop.add_signal_handler(signal.SIGTERM, on_signal)
+    loop.add_signal_handler(signal.SIGINT, on_signal)
     gateway.start(on_broken=stop.set)
+    upkeep = TaskScope("gateway-process")
+    if certificate is not None:
+        upkeep.spawn(certificate.follow(), name="certificate")
     serving = loop.create_task(server.serve(sockets=[listener]), name="http-server")
     try:
         log.info("listening", extra={"address": address, "models": [model.name for model in models]})
@@ -101,30 +111,8 @@ async def _serve(
         try:
             await serving
         finally:
+            await upkeep.close()
             await gateway.close()
         log.info("stopped")
     if gateway.is_broken:
         raise InternalError("the gateway's heartbeat failed; it must be restarted")
-
-
-class _Server(uvicorn.Server):
-    """Uvicorn without its signal handlers: draining comes first and is ours."""
-
-    def __init__(self, gateway: Gateway) -> None:
-        super().__init__(
-            uvicorn.Config(
-                gateway.asgi,
-                http="httptools",
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                timeout_keep_alive=75,
-                timeout_graceful_shutdown=CLOSE_GRACE_S,
-            )
-        )
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import gateway.http
 from core import types as t
 from core.errors import DigestMismatch, OutOfBlocks, WorkerLost
 from tests.support.scripted import Fault, Script
@@ -459,9 +458,8 @@ async def test_every_request_has_a_trace_context(open_site: OpenSite, given: str
     assert is_kept or sent.split("-")[1] == reply.headers["x-request-id"]
 
 
-async def test_a_body_that_never_ends_is_given_up(open_site: OpenSite, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateway.http, "BODY_TIMEOUT_S", 0.01)
-    async with open_site() as site:
+async def test_a_body_that_never_ends_is_given_up(open_site: OpenSite) -> None:
+    async with open_site(limits={"body_timeout_s": 0.01}) as site:
         call = site.client.start("POST", CHAT, chat(), pieces=2)
         call.stall()
         reply = await call.end()

@@ -1,0 +1,242 @@
+"""The HTTP server: uvicorn, with bounds on what comes before a request reaches the application.
+
+What is no HTTP, too large a head or one that never ends is answered here, in the same shape and with an id as all else.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http import HTTPStatus
+from typing import Any
+
+import orjson
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from core.config import GatewayConfig
+from core.errors import RequestError
+from core.ids import new_request_id
+from gateway.app import Gateway
+from gateway.http import error_value
+from gateway.tls import Certificate
+
+BACKLOG = 2048
+CLOSE_GRACE_S = 2
+KEEP_ALIVE_S = 75
+LINGER_S = 2.0
+
+
+class MalformedRequest(RequestError):
+    slug = "malformed_request"
+
+
+class HeadersTooLarge(RequestError):
+    slug = "headers_too_large"
+    http_status = 431
+
+
+class HeaderTimeout(RequestError):
+    slug = "header_timeout"
+    http_status = 408
+    http_type = "timeout_error"
+
+
+class Server(uvicorn.Server):
+    """Uvicorn without its signal handlers: draining comes first and is ours."""
+
+    def __init__(self, gateway: Gateway, config: GatewayConfig, certificate: Certificate | None = None) -> None:
+        super().__init__(_ServerConfig(gateway, config, certificate))
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _ServerConfig(uvicorn.Config):
+    def __init__(self, gateway: Gateway, config: GatewayConfig, certificate: Certificate | None) -> None:
+        super().__init__(
+            gateway.asgi,
+            http=BoundedProtocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=CLOSE_GRACE_S,
+        )
+        self.max_header_bytes = config.limits.max_header_bytes
+        self.header_timeout_s = config.limits.header_timeout_s
+        self._certificate = certificate
+
+    def load(self) -> None:
+        super().load()
+        self.ssl = self._certificate.context if self._certificate is not None else None
+
+
+class _Lingering(asyncio.Transport):
+    """A transport that is not closed in the face of a client that still sends.
+
+    The kernel answers what comes to a closed socket with a reset, and a reset may destroy the last answer before the
+    client has read it. So what a refused client goes on to send is read and dropped, for a short time.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
+        self._transport = transport
+        self._loop = loop
+        self.is_in_mid_message = True
+        self._timer: asyncio.TimerHandle | None = None
+        self.get_extra_info = transport.get_extra_info  # type: ignore[method-assign]
+        self.write = transport.write  # type: ignore[method-assign]
+        self.pause_reading = transport.pause_reading  # type: ignore[method-assign]
+        self.resume_reading = transport.resume_reading  # type: ignore[method-assign]
+
+    @property
+    def is_lingering(self) -> bool:
+        return self._timer is not None
+
+    def is_closing(self) -> bool:
+        return self.is_lingering or self._transport.is_closing()
+
+    def close(self) -> None:
+        if not self.is_in_mid_message:
+            self._transport.close()
+        elif not self.is_closing():
+            self._timer = self._loop.call_later(LINGER_S, self._transport.close)
+            if self._transport.can_write_eof():
+                self._transport.write_eof()
+            self._transport.resume_reading()
+
+    def end(self) -> None:
+        """The connection is lost."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection. The head of a request (its line and headers) is bounded in bytes and in time."""
+
+    config: _ServerConfig
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._is_in_head = True
+        self._num_head_bytes = 0
+        self._num_named_bytes = 0
+        self._num_silent_bytes = 0
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._lingering = _Lingering(transport, self.loop)  # type: ignore[arg-type]
+        super().connection_made(self._lingering)
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        self._lingering.end()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._lingering.is_closing():
+            return  # refused already; what still comes is nobody's
+        self._lingering.is_in_mid_message = True
+        if self._is_in_head:
+            if self._head_timer is None:
+                self._start_timer()  # an idle connection has woken up
+            self._num_head_bytes += len(data)
+        self._num_silent_bytes += len(data)
+        super().data_received(data)
+        # One read may bring the rest of a head and much of a body: only what is surely all head counts here. After the
+        # head, bytes that are no body are framing: the names of chunks, and trailers.
+        num_bytes = self._num_head_bytes if self._is_in_head else self._num_silent_bytes
+        if num_bytes > self.config.max_header_bytes:
+            self._refuse(self._too_large())
+
+    # -- the parser's events ------------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._num_named_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._count(len(name) + len(value))
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        self._num_silent_bytes = 0
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_silent_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._is_in_head = True
+        self._num_head_bytes = 0
+        self._lingering.is_in_mid_message = False
+
+    # -- refusals -----------------------------------------------------------------------------------------------------
+
+    def send_400_response(self, msg: str) -> None:
+        """What the parser could not read. Its reason stays with us."""
+        if self._num_named_bytes > self.config.max_header_bytes:
+            self._refuse(self._too_large())
+        else:
+            self._refuse(MalformedRequest("this is not a valid HTTP/1.1 request"))
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_named_bytes += num_bytes
+        if self._num_named_bytes > self.config.max_header_bytes:
+            raise HeadersTooLarge("too large")  # the parser stops and reports an error
+
+    def _too_large(self) -> HeadersTooLarge:
+        return HeadersTooLarge(f"the request line and headers are larger than {self.config.max_header_bytes} bytes")
+
+    def _refuse(self, error: RequestError) -> None:
+        """Answers and closes. In the middle of an answer there is only the closing."""
+        if self.transport.is_closing():
+            return
+        cycle = self.cycle
+        is_between = cycle is None or cycle.response_complete
+        if is_between or not cycle.response_started:
+            self.transport.write(_raw_answer(error))
+        if not is_between:
+            cycle.disconnected = True  # to the application the client is gone
+            cycle.message_event.set()
+        self.transport.close()
+
+    def _start_timer(self) -> None:
+        self._head_timer = self.loop.call_later(self.config.header_timeout_s, self._on_timeout)
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _on_timeout(self) -> None:
+        self._head_timer = None
+        if self._num_head_bytes:
+            seconds = f"{self.config.header_timeout_s:g} s"
+            self._refuse(HeaderTimeout(f"the request line and headers did not arrive within {seconds}"))
+        else:
+            self._lingering.is_in_mid_message = False
+            self._lingering.close()  # it never said anything
+
+
+def _raw_answer(error: RequestError) -> bytes:
+    body = orjson.dumps(error_value(error))
+    status = HTTPStatus(error.http_status)
+    head = (
+        f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\nx-request-id: {new_request_id()}\r\nconnection: close\r\n\r\n"
+    )
+    return head.encode() + body
