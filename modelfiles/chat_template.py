@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import NoReturn
@@ -22,11 +22,21 @@ import jinja2.ext
 import jinja2.sandbox
 
 from modelfiles.added_texts import AddedTexts
+from modelfiles.chat_messages import ChatMessage, ChatTool
 from modelfiles.errors import ModelFileError
 from modelfiles.tokenizer import Tokenizer
 
 MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
 """Unicode noncharacters, reserved for internal use; the first one absent from the input is the mark."""
+
+_WORDS = """
+type properties required description enum items anyOf oneOf allOf additionalProperties title default format const
+minimum maximum minItems maxItems minLength maxLength pattern nullable examples
+object array string number integer boolean null function
+none minimal low medium high xhigh max
+"""
+TEMPLATE_WORDS = frozenset(_WORDS.split())
+"""What JSON schemas and the choices of a template are made of. Templates look them up and compare them."""
 
 MAX_EXPANSION_CHARS = 1 << 20
 MAX_RENDER_S = 5.0
@@ -34,15 +44,6 @@ MAX_RENDER_S = 5.0
 
 class TemplateError(ValueError):
     """The template refused this conversation, or could not render it. The message may be shown to the caller."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatMessage:
-    """One turn. `role` must be on the caller's whitelist: it reaches the template as it is."""
-
-    role: str
-    content: str
-    name: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,30 +77,32 @@ class ChatTemplate:
         tokenizer: Tokenizer,
         messages: Sequence[ChatMessage],
         *,
+        tools: Sequence[ChatTool] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, object] | None = None,
         add_special_tokens: bool = False,
     ) -> RenderedChat:
         """Renders and tokenises. Raises `TemplateError` for what the template refuses."""
-        guard = _Guard(tokenizer.added, [message.content for message in messages], variables or {})
-        turns: list[object] = []
-        for message in messages:
-            turn: dict[str, object] = {"role": message.role, "content": guard.text(message.content)}
-            if message.name is not None:
-                turn["name"] = guard.text(message.name)
-            turns.append(turn)
-        values: dict[str, object] = {key: guard.value(value) for key, value in (variables or {}).items()}
-        values |= self._variables | {"messages": turns, "add_generation_prompt": add_generation_prompt}
-        marked = self._render(values, limit=MAX_EXPANSION_CHARS + 4 * guard.num_chars)
+        given = [message.turn(_unmarked) for message in messages], [tool.value() for tool in tools or ()], variables
+        guard = _Guard(tokenizer.added, given)
+        values: dict[str, object] = {"documents": None}
+        values |= {key: guard.words(value) for key, value in (variables or {}).items()}
+        values |= self._variables | {
+            "messages": [message.turn(guard.value) for message in messages],
+            "tools": None if tools is None else [tool.value(guard.words) for tool in tools],
+            "add_generation_prompt": add_generation_prompt,
+        }
+        marked = self.render(values, limit=MAX_EXPANSION_CHARS + 4 * guard.num_chars)
         if continue_final_message:
-            marked = _cut_after_last(marked, guard.text(messages[-1].content).strip())
+            marked = _cut_after_last(marked, guard.text(messages[-1].content or "").strip())
         token_ids = tokenizer.encode_marked(marked, guard.mark)
         if add_special_tokens:
             token_ids = tokenizer.encode("", parse_special=True, add_special_tokens=True) + token_ids
         return RenderedChat(text=marked.replace(guard.mark, ""), token_ids=tuple(token_ids))
 
-    def _render(self, values: Mapping[str, object], limit: int) -> str:
+    def render(self, values: Mapping[str, object], *, limit: int = MAX_EXPANSION_CHARS) -> str:
+        """The text of the template for these variables, unguarded."""
         pieces: list[str] = []
         num_chars = 0
         deadline = time.monotonic() + MAX_RENDER_S
@@ -121,8 +124,8 @@ class ChatTemplate:
 class _Guard:
     """Marks everything in user text that could be read as (a part of) an added token once rendered."""
 
-    def __init__(self, added: AddedTexts, contents: Sequence[str], variables: Mapping[str, object]) -> None:
-        whole_input = "".join(contents) + json.dumps(variables, ensure_ascii=False)
+    def __init__(self, added: AddedTexts, given: object) -> None:
+        whole_input = json.dumps(given, ensure_ascii=False)
         self.num_chars = len(whole_input)
         self.mark = next((mark for mark in MARKS if mark not in whole_input), "")
         if not self.mark:
@@ -147,13 +150,25 @@ class _Guard:
         return marked
 
     def value(self, value: object) -> object:
+        """Every text in a value, the names of members included."""
+        return self._each(value, self.text)
+
+    def words(self, value: object) -> object:
+        """The same, but for words that templates look for (`tool.parameters.type`): they are not the user's."""
+        return self._each(value, lambda text: text if text in TEMPLATE_WORDS else self.text(text))
+
+    def _each(self, value: object, mark: Callable[[str], str]) -> object:
         if isinstance(value, str):
-            return self.text(value)
+            return mark(value)
         if isinstance(value, list):
-            return [self.value(one) for one in value]
-        if isinstance(value, dict):
-            return {self.text(key): self.value(one) for key, one in value.items()}
+            return [self._each(one, mark) for one in value]
+        if isinstance(value, Mapping):
+            return {mark(key): self._each(one, mark) for key, one in value.items()}
         return value
+
+
+def _unmarked(value: object) -> object:
+    return value
 
 
 def _cut_after_last(text: str, final: str) -> str:

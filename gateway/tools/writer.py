@@ -1,0 +1,117 @@
+"""Where the parsers of calls write: it decides when text is certain to be content or part of a call.
+
+    no call --maybe--> a call may begin --begin--> in a call --end--> no call
+                             '--give_up: the held text is content--> no call
+
+Nothing is sent that a later character could turn into something else, and nothing is held longer than that.
+"""
+
+import secrets
+from collections.abc import Collection
+
+from gateway.tools.pieces import CallArguments, CallBegun, CallEnded, Content, Piece, Reasoning, Syntax
+
+
+class PieceWriter:
+    """The pieces of one answer. `names` are the tools that may be called: anything else is no call."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+        self._pieces: list[Piece] = []
+        self._held: list[tuple[str, bool]] = []
+        """(text, is it of the arguments) of what may become a call."""
+        self._is_in_call = False
+        self.num_calls = 0
+        self.num_incomplete = 0
+
+    def take(self) -> list[Piece]:
+        """What became certain since the last time, neighbours of one kind joined."""
+        pieces, self._pieces = self._pieces, []
+        joined: list[Piece] = []
+        for piece in pieces:
+            last = joined[-1] if joined else None
+            match piece, last:
+                case (Content(text), Content(before)):
+                    joined[-1] = Content(before + text)
+                case (Reasoning(text), Reasoning(before)):
+                    joined[-1] = Reasoning(before + text)
+                case (Syntax(text), Syntax(before)):
+                    joined[-1] = Syntax(before + text)
+                case (CallArguments(index, text), CallArguments(same, before)) if index == same:
+                    joined[-1] = CallArguments(index, before + text)
+                case _:
+                    joined.append(piece)
+        return joined
+
+    # -- outside of calls ----------------------------------------------------------------------------------------------
+
+    def content(self, text: str) -> None:
+        """Text that is no call; what was held before it is none either."""
+        if text:
+            self.give_up()
+            self._pieces.append(Content(text))
+
+    def reasoning(self, text: str) -> None:
+        """Text of the block of reasoning, and so is what was held before it."""
+        if text:
+            self._pieces += [Reasoning(held) for held, _ in self._held]
+            self._held.clear()
+            self._pieces.append(Reasoning(text))
+
+    def maybe(self, text: str) -> None:
+        """Text that marks a call, if one comes of it."""
+        if not text:
+            return
+        if self._is_in_call:
+            self._pieces.append(Syntax(text))
+        else:
+            self._held.append((text, False))
+
+    def give_up(self) -> None:
+        """No call comes of what was held."""
+        self._pieces += [Content(text) for text, _ in self._held]
+        self._held.clear()
+
+    def confirm(self) -> None:
+        """What was held marks calls that there are."""
+        self._pieces += [Syntax(text) for text, _ in self._held]
+        self._held.clear()
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    def begin(self, name: str) -> bool:
+        """The name of a call is known; false when no such tool is offered."""
+        if name not in self._names:
+            return False
+        index = self.num_calls
+        self.num_calls += 1
+        self._is_in_call = True
+        self._pieces.append(CallBegun(index, f"call_{secrets.token_hex(12)}", name))
+        held, self._held = self._held, []
+        self._pieces += [CallArguments(index, text) if is_arguments else Syntax(text) for text, is_arguments in held]
+        return True
+
+    def arguments(self, text: str) -> None:
+        if not text:
+            return
+        if self._is_in_call:
+            self._pieces.append(CallArguments(self.num_calls - 1, text))
+        else:
+            self._held.append((text, True))
+
+    def end(self, *, is_complete: bool) -> None:
+        """The call is over, if one began; else what was held is content."""
+        if not self._is_in_call:
+            return self.give_up()
+        self._is_in_call = False
+        self.num_incomplete += not is_complete
+        self._pieces.append(CallEnded(self.num_calls - 1, is_complete))
+
+    def finish(self, rest: str) -> None:
+        """The text is over, `rest` was not understood. Blank text behind the last call belongs to it."""
+        if self._is_in_call:
+            self.end(is_complete=False)
+        self.content(rest)
+        if self.num_calls and not any(text.strip(" \t\n\r") for text, _ in self._held):
+            self.confirm()
+        self.give_up()
