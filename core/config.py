@@ -222,7 +222,7 @@ class RouterConfig(_Section):
 
 
 class TransferConfig(_Section):
-    backend: Literal["nixl", "tcp", "inproc"] = "nixl"
+    backend: Literal["nixl", "tcp", "dist", "inproc"] = "nixl"
     """What moves KV between workers. ``inproc`` is for tests within one process."""
     lease_s: float = Field(default=15, gt=0)
     renew_s: float = Field(default=4, gt=0)

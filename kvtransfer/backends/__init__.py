@@ -18,8 +18,14 @@ def create_backend(name: str, *, host: str = "127.0.0.1", fabric: Fabric | None 
         return NixlBackend()
     if name == "tcp":
         return tcp_backend(host)
+    if name == "dist":
+        from kvtransfer.backends.dist import dist_backend  # loads torch's collectives
+
+        return dist_backend(host)
     if name == "inproc":
         if fabric is None:
-            raise ConfigError("transfer.backend: 'inproc' moves KV inside one process only; use 'nixl' or 'tcp'")
+            raise ConfigError(
+                "transfer.backend: 'inproc' moves KV inside one process only; use 'nixl', 'tcp' or 'dist'"
+            )
         return fabric.backend()
-    raise ConfigError(f"transfer.backend: {name!r} is unknown; use 'nixl' or 'tcp'")
+    raise ConfigError(f"transfer.backend: {name!r} is unknown; use 'nixl', 'tcp' or 'dist'")

@@ -15,7 +15,6 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -26,7 +25,7 @@ from core.handoff import LeaseRef
 from core.ids import format_incarnation
 from kvtransfer.backends import wire
 from kvtransfer.backends.base import Identity
-from kvtransfer.backends.wire import Address, Hello, Reply, Request, Status
+from kvtransfer.backends.wire import Address, Reply, Request, Status
 from kvtransfer.layout import Region
 from kvtransfer.memory import CELL_BYTES, REGION_SLOTS, view_memory
 from kvtransfer.validate import check_slot
@@ -46,17 +45,25 @@ class Lane(Protocol):
     """How the bytes of one operation cross a connection. Each method is called by the thread of its side, in the same
     order on both."""
 
+    shares_connection: bool
+    """The bytes follow the reply on the data connection: the kernel may wait for them before it sends the reply."""
+
     def send(self, views: list[memoryview]) -> None:
         """Raises OSError or BackendFailed; then the connection is over."""
 
     def receive(self, views: list[memoryview]) -> None:
         """The other end of ``send``. When it has returned or raised, nothing is written any more."""
 
+    def detach(self) -> bool:
+        """From any thread: when True is returned, a ``receive`` that is under way writes nothing to its views any more.
+        False if only the end of the connection stops it."""
+
     def close(self) -> None: ...
 
 
-MakeLane = Callable[[socket.socket, Hello], Lane]
-"""For a connection that was accepted, or one that was dialled."""
+class MakeLane(Protocol):
+    def __call__(self, sock: socket.socket, *, is_owner: bool) -> Lane:
+        """For a connection whose greeting is over; the other side does the same. Raises OSError or BackendFailed."""
 
 
 class Memory:
@@ -164,12 +171,12 @@ class Owner:
         try:
             try:
                 wire.prepare(sock, send_s=STUCK_S)
-                hello = self._greet(sock)
+                is_welcome = self._greet(sock)
             finally:
                 with self._lock:
                     self._num_greeting -= 1
-            if hello is not None:
-                self._serve(sock, hello)
+            if is_welcome:
+                self._serve(sock)
         except OSError as error:
             reason = str(error)
         except ServingError as error:
@@ -180,18 +187,18 @@ class Owner:
                 sock.close()
         log.debug("a data connection has ended", extra={"backend": self._name, "reason": reason})
 
-    def _greet(self, sock: socket.socket) -> Hello | None:
+    def _greet(self, sock: socket.socket) -> bool:
         hello = wire.receive_hello(sock)
         if hello.is_for(self.address):
             sock.sendall(Reply(op=0).encode())
-            return hello
+            return True
         mine = format_incarnation(self.address.incarnation)
         why = "the token is wrong" if hello.owner == self.address.incarnation else f"this is incarnation {mine}"
         sock.sendall(Reply(op=0, status=Status.REFUSED, detail=why).encode())
-        return None
+        return False
 
-    def _serve(self, sock: socket.socket, hello: Hello) -> None:
-        lane = self._make_lane(sock, hello)
+    def _serve(self, sock: socket.socket) -> None:
+        lane = self._make_lane(sock, is_owner=True)
         try:
             while True:
                 self._answer(sock, lane, wire.receive_request(sock))
@@ -205,7 +212,7 @@ class Owner:
         except (LayoutMismatch, StaleLease) as error:
             sock.sendall(_verdict(request, error).encode())
             return
-        sock.sendall(Reply(op=request.op).encode(), socket.MSG_MORE)
+        sock.sendall(Reply(op=request.op).encode(), socket.MSG_MORE if lane.shares_connection else 0)
         lane.send(views)
         try:
             self._memory.check_lease(request.lease, request.slot)

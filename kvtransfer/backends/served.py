@@ -30,7 +30,8 @@ from kvtransfer.layout import Region
 log = logging.getLogger(__name__)
 
 DIAL_S = 5.0
-_JOIN_S = 10.0
+_GIVEN_UP = "the link was given up"
+_JOIN_S, _LEAVE_S = 10.0, 1.0
 
 _CAUSES = {
     Status.STALE_LEASE: HandoffOutcome.STALE_LEASE,
@@ -55,6 +56,7 @@ class ServedLink(Link):
     sock: socket.socket | None = None
     is_accepted: bool = False
     """By the owner: requests may be sent."""
+    lane: Lane | None = None
     thread: threading.Thread | None = None
     waiting: deque[ServedOp] = field(default_factory=deque)
     """Posted and not yet answered, in order."""
@@ -62,8 +64,11 @@ class ServedLink(Link):
     """Requests that the kernel would not take yet."""
     num_posted: int = 0
     is_aborted: bool = False
+    is_detached: bool = False
+    """The thread may still be in the lane, and touches no memory of the regions any more."""
     ended: OpStatus | None = None
-    """Set by the thread when it is over: the fate of every operation that has none of its own."""
+    """Set when no byte comes any more, by the thread when it is over or by an abort that detaches it: the fate of every
+    operation that has none of its own."""
 
 
 class ServedBackend:
@@ -152,6 +157,7 @@ class ServedBackend:
         outcome = op.outcome or ended
         if outcome is None:
             _flush(op.link)
+            _look_for_its_end(op.link)
             return PENDING
         op.status = outcome
         op.link.num_pending -= 1
@@ -164,6 +170,10 @@ class ServedBackend:
             link.is_aborted = link.is_dead = True
             if link.sock is not None:
                 wire.shut(link.sock)
+            lane = link.lane
+        if lane is not None and lane.detach():
+            link.is_detached = True
+            link.ended = link.ended or _lost(link, HandoffOutcome.BACKEND_FAILED, _GIVEN_UP)
         return True
 
     def disconnect(self, link: Link) -> None:
@@ -182,8 +192,8 @@ class ServedBackend:
             self.abort(link)
         for link in self._threads:
             assert link.thread is not None
-            link.thread.join(_JOIN_S)
-            clean &= not link.thread.is_alive()
+            link.thread.join(_LEAVE_S if link.is_detached else _JOIN_S)
+            clean &= link.is_detached or not link.thread.is_alive()
         if self._owner is not None:
             clean &= self._owner.close()
         return clean
@@ -204,9 +214,9 @@ class ServedBackend:
                 link.sock.close()
                 link.sock = None
         if link.is_aborted:
-            cause, detail = HandoffOutcome.BACKEND_FAILED, "the link was given up"
+            cause, detail = HandoffOutcome.BACKEND_FAILED, _GIVEN_UP
         link.is_dead = True
-        link.ended = OpStatus(OpState.FAILED, cause, f"{link.peer.link.agent_name}: {detail}")
+        link.ended = link.ended or _lost(link, cause, detail)
 
     def _converse(self, link: ServedLink) -> None:
         assert link.address is not None and self._identity is not None
@@ -221,8 +231,10 @@ class ServedBackend:
         accepted = wire.receive_reply(sock, within_s=DIAL_S)
         if accepted.status is not Status.OK:
             raise ConnectionRefusedError(f"it refuses the connection: {accepted.detail}")
-        lane = self._make_lane(sock, hello)
-        link.is_accepted = True
+        lane = self._make_lane(sock, is_owner=False)
+        with link.lock:
+            link.lane = lane
+            link.is_accepted = not link.is_aborted
         try:
             while True:
                 self._receive(link, sock, lane)
@@ -243,10 +255,31 @@ class ServedBackend:
         op.outcome = _outcome(answer)
 
 
+def _lost(link: ServedLink, cause: HandoffOutcome, detail: str) -> OpStatus:
+    return OpStatus(OpState.FAILED, cause, f"{link.peer.link.agent_name}: {detail}")
+
+
 def _outcome(answer: Reply) -> OpStatus:
     if answer.status is Status.OK:
         return DONE
     return OpStatus(OpState.FAILED, _CAUSES[answer.status], answer.detail)
+
+
+def _look_for_its_end(link: ServedLink) -> None:
+    """A lane beside the data connection may not see the peer's death; the connection does."""
+    with link.lock:
+        if link.sock is None or link.lane is None or link.lane.shares_connection:
+            return
+        try:
+            is_over = not link.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            is_over = True
+        lane = link.lane
+    if is_over and lane.detach():
+        link.is_dead = link.is_detached = True
+        link.ended = link.ended or _lost(link, HandoffOutcome.PEER_LOST, "it has closed the connection")
 
 
 def _flush(link: ServedLink) -> None:

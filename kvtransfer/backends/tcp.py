@@ -8,7 +8,6 @@ every request, and closing the socket is the end of the bytes.
 import socket
 
 from kvtransfer.backends.served import ServedBackend
-from kvtransfer.backends.wire import Hello
 
 _MAX_VIEWS = 1024
 """IOV_MAX: buffers of one system call."""
@@ -22,7 +21,9 @@ def tcp_backend(host: str) -> ServedBackend:
 class SocketLane:
     """Bytes cross on the data connection itself."""
 
-    def __init__(self, sock: socket.socket, hello: Hello) -> None:
+    shares_connection = True
+
+    def __init__(self, sock: socket.socket, *, is_owner: bool) -> None:
         self._sock = sock
 
     def send(self, views: list[memoryview]) -> None:
@@ -40,6 +41,9 @@ class SocketLane:
                 if num_received == 0:
                     raise ConnectionResetError("the peer has closed the connection")
                 part = _rest(part, num_received)
+
+    def detach(self) -> bool:
+        return False
 
     def close(self) -> None:
         """The socket is its connection's."""

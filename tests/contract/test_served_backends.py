@@ -74,9 +74,15 @@ def sides() -> Iterator[Callable[..., Side]]:
     assert not [name for name in names if name.startswith(("baton-tcp", "baton-dist"))], "threads end with close"
 
 
+@pytest.fixture(params=["tcp", pytest.param("dist", marks=pytest.mark.soak)])
+def served(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
 @pytest.fixture
-def process() -> Iterator[PeerProcess]:
-    made = PeerProcess("P", seed=1, geometry=LARGE, backend="tcp")
+def process(served: str) -> Iterator[PeerProcess]:
+    made = PeerProcess("P", seed=1, geometry=LARGE, backend=served)
     yield made
     made.process.send_signal(signal.SIGCONT)
     made.close()
@@ -244,18 +250,19 @@ def test_a_lease_that_ends_while_its_bytes_are_sent_fails_the_operation(sides: C
         assert (reply.op, reply.status) == (1, Status.STALE_LEASE)
 
 
-def test_memory_of_a_device_is_refused_with_the_remedy() -> None:
+def test_memory_of_a_device_is_refused_with_the_remedy(served: str) -> None:
     memory = MemoryRegion(name=REGION_KV, address=4096, num_bytes=64, device="cuda:0")
     identity = Identity(worker_id=WorkerId("X"), incarnation=Incarnation(1))
     with pytest.raises(BackendFailed, match=r"cuda:0.*nixl"):
-        create_backend("tcp").open(identity, (Region(memory=memory),))
+        create_backend(served).open(identity, (Region(memory=memory),))
 
 
 # -- order and ends ---------------------------------------------------------------------------------------------------
 
 
-def test_operations_of_a_link_are_served_in_order(sides: Callable[..., Side]) -> None:
-    p, d = sides("P"), sides("D")
+@pytest.mark.parametrize("served", ["tcp", "dist"])
+def test_operations_of_a_link_are_served_in_order(sides: Callable[..., Side], served: str) -> None:
+    p, d = sides("P", backend=served), sides("D", backend=served)
     p.fill(1)
     link = d.backend.connect(p.peer)
     ops = [d.backend.post(link, batch) for _ in range(50) for batch in whole(d)]
@@ -265,8 +272,9 @@ def test_operations_of_a_link_are_served_in_order(sides: Callable[..., Side]) ->
     assert link.num_pending == 0 and (d.kv.data == p.kv.data).all()
 
 
-def test_many_small_runs_cross_in_one_operation(sides: Callable[..., Side]) -> None:
-    p, d = sides("P"), sides("D")
+@pytest.mark.parametrize("served", ["tcp", "dist"])
+def test_many_small_runs_cross_in_one_operation(sides: Callable[..., Side], served: str) -> None:
+    p, d = sides("P", backend=served), sides("D", backend=served)
     p.fill(1)
     num_runs, size = 3000, 24
     order = np.random.default_rng(0).permutation(num_runs)
@@ -277,8 +285,10 @@ def test_many_small_runs_cross_in_one_operation(sides: Callable[..., Side]) -> N
     assert (d.kv.data[: num_runs * size] == expected).all()
 
 
-def test_what_was_posted_before_the_peer_died_fails_and_what_is_posted_after_it_too(process: PeerProcess) -> None:
-    d = Side(create_backend("tcp"), "D", geometry=LARGE)
+def test_what_was_posted_before_the_peer_died_fails_and_what_is_posted_after_it_too(
+    process: PeerProcess, served: str
+) -> None:
+    d = Side(create_backend(served), "D", geometry=LARGE)
     link = d.backend.connect(process.peer)
     ops = [d.backend.post(link, batch) for _ in range(20) for batch in whole(d)]
     finish(d, ops[0])
@@ -293,8 +303,8 @@ def test_what_was_posted_before_the_peer_died_fails_and_what_is_posted_after_it_
     d.backend.close()
 
 
-def test_no_byte_comes_late_after_an_abort_while_the_peer_was_stopped(process: PeerProcess) -> None:
-    d = Side(create_backend("tcp"), "D", geometry=LARGE)
+def test_no_byte_comes_late_after_an_abort_while_the_peer_was_stopped(process: PeerProcess, served: str) -> None:
+    d = Side(create_backend(served), "D", geometry=LARGE)
     link = d.backend.connect(process.peer)
     ops = [d.backend.post(link, batch) for _ in range(3) for batch in whole(d)]
     finish(d, ops[0])
@@ -316,8 +326,8 @@ def test_no_byte_comes_late_after_an_abort_while_the_peer_was_stopped(process: P
     d.backend.close()
 
 
-def test_a_stall_ends_the_link_gives_the_blocks_back_and_the_peer_may_return(process: PeerProcess) -> None:
-    d = Side(create_backend("tcp"), "D", geometry=LARGE)
+def test_a_stall_ends_the_link_gives_the_blocks_back_and_the_peer_may_return(process: PeerProcess, served: str) -> None:
+    d = Side(create_backend(served), "D", geometry=LARGE)
     thread = d.thread(stall_s=0.5)
     thread.start()
     blocks = list(range(LARGE.num_blocks))
@@ -344,8 +354,8 @@ def test_a_stall_ends_the_link_gives_the_blocks_back_and_the_peer_may_return(pro
     assert thread.stop(LIMIT_S)
 
 
-def test_closing_ends_a_link_whose_peer_is_stopped(process: PeerProcess) -> None:
-    d = Side(create_backend("tcp"), "D", geometry=LARGE)
+def test_closing_ends_a_link_whose_peer_is_stopped(process: PeerProcess, served: str) -> None:
+    d = Side(create_backend(served), "D", geometry=LARGE)
     link = d.backend.connect(process.peer)
     os.kill(process.process.pid, signal.SIGSTOP)
     op = d.backend.post(link, whole(d)[0])
@@ -367,12 +377,13 @@ def test_an_owner_closes_while_its_reader_does_not_read(sides: Callable[..., Sid
         assert time.monotonic() - began < LIMIT_S / 2
 
 
+@pytest.mark.parametrize("served", ["tcp"], indirect=True)  # the readers here are bare sockets
 @pytest.mark.parametrize("is_owner_stopped", [False, True])
 def test_an_owner_outlives_readers_that_are_killed_amid_a_transfer(
-    process: PeerProcess, is_owner_stopped: bool
+    process: PeerProcess, served: str, is_owner_stopped: bool
 ) -> None:
     """UCX's emulation aborts the owner in such a case (docs/adr/0014)."""
-    d = Side(create_backend("tcp"), "D", geometry=LARGE)
+    d = Side(create_backend(served), "D", geometry=LARGE)
     for _ in range(5):
         address = Address.decode(process.peer.link.metadata)
         reader = dial(address, hello_to(address))

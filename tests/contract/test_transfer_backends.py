@@ -50,7 +50,7 @@ def read_blocks(backend: Backend, link: Link, remote: list[int], local: list[int
 Pair = tuple[Side, Side, Link]
 
 
-@pytest.fixture(params=["inproc", "nixl", "tcp"])
+@pytest.fixture(params=["inproc", "nixl", "tcp", "dist"])
 def make(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Side]]:
     """Sides of one process over one backend, destroyed at the end."""
     fabric = Fabric()

@@ -7,9 +7,9 @@ import pytest
 
 from core.handoff import HandoffOutcome, LinkInfo, PeerInfo
 from engine.engine import Engine
+from kvtransfer.backends import create_backend
 from kvtransfer.backends.base import Backend, Batch, Identity, Link, Op, OpState, OpStatus
 from kvtransfer.backends.inproc import Fabric
-from kvtransfer.backends.nixl import NixlBackend
 from kvtransfer.layout import Region
 from kvtransfer.memory import REGION_KV, view_memory
 from tests.support.local_cluster import LocalCluster
@@ -78,12 +78,12 @@ def _logprobs(answer: dict[str, object]) -> list[float]:
     return list(logprobs)
 
 
-@pytest.mark.parametrize("backend", ["nixl", "inproc"])
+@pytest.mark.parametrize("backend", ["nixl", "tcp", "dist", "inproc"])
 async def test_without_digests_a_flipped_byte_changes_the_logits(engines: dict[str, Engine], backend: str) -> None:
     fabric, corruption = Fabric(), Corruption()
 
     def make(worker_id: str) -> Backend:
-        return CorruptingBackend(NixlBackend() if backend == "nixl" else fabric.backend(), corruption)
+        return CorruptingBackend(create_backend(backend, fabric=fabric), corruption)
 
     settings = (f"transfer.backend={backend}", "transfer.digest=off")
     async with LocalCluster(make, *settings, engines=engines) as cluster:
@@ -105,7 +105,7 @@ async def test_with_digests_it_is_caught_and_the_answer_is_right(
     fabric, corruption = Fabric(), Corruption()
 
     def make(worker_id: str) -> Backend:
-        return CorruptingBackend(NixlBackend() if backend == "nixl" else fabric.backend(), corruption)
+        return CorruptingBackend(create_backend(backend, fabric=fabric), corruption)
 
     settings = (f"transfer.backend={backend}", f"transfer.digest={digest}")
     async with LocalCluster(make, *settings, engines=engines) as cluster:

@@ -34,3 +34,4 @@ async def answers(engines: dict[str, Engine], backend: str) -> list[list[int]]:
 async def test_served_backends_give_the_tokens_of_one_sided_reads(engines: dict[str, Engine]) -> None:
     expected = await answers(engines, "nixl")
     assert await answers(engines, "tcp") == expected
+    assert await answers(engines, "dist") == expected

@@ -52,10 +52,13 @@ def main(handle: int) -> None:
         if not content:
             return
         child = array.array("i", ancillary[0][2])[0]
+        order = json.loads(content)
+        if order["backend"] == "dist":
+            import kvtransfer.backends.dist  # noqa: F401 - torch takes seconds to load: once for all children
         pid = os.fork()
         if pid == 0:
             orders.close()
-            _be_an_end(json.loads(content), socket.socket(fileno=child))
+            _be_an_end(order, socket.socket(fileno=child))
             os._exit(0)
         os.close(child)
         orders.send(json.dumps(pid).encode())

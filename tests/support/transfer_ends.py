@@ -45,8 +45,9 @@ class Transport:
 
 TRANSPORTS = {
     "cma": Transport(backend="nixl"),  # the kernel copies, within the post
-    # What was given up drains; the socket is closed only when that stalls.
+    # What was given up drains over these two; the connection is ended only when that stalls.
     "tcp": Transport(backend="tcp", writes_late=True),
+    "dist": Transport(backend="dist", writes_late=True),
     "ucx-tcp": Transport(backend="nixl", environ={"UCX_TLS": "tcp"}, writes_late=True, owner_can_die=True),
 }
 
