@@ -138,6 +138,8 @@ class LimitsConfig(_Section):
     max_logprobs: int = Field(default=20, ge=0)
     drain_wait_s: float = Field(default=0, ge=0)
     """After SIGTERM: how long `/ready` says no while requests are still taken, so that a load balancer notices."""
+    max_choices: int = Field(default=128, ge=1)
+    """Choices of one request: its prompts times ``n``."""
     drain_s: float = Field(default=30, ge=0)
     """After that, how long running requests may go on. Both together must be less than the launcher's grace."""
 

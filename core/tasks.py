@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -55,3 +55,17 @@ class TaskScope:
             task.cancel()
         if tasks:
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def all_or_none(works: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Runs all of them beside each other. The first error cancels the others, waits for them and is raised."""
+    if len(works) == 1:
+        return await works[0]
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        for done in asyncio.as_completed(tasks):
+            await done
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -349,6 +349,8 @@ class AbortRequest:
     request_id: RequestId
     attempt: int
     reason: str
+    choices: tuple[int, ...] = ()
+    """To a decode worker: only these choices are not read any more, the others go on. Empty is all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

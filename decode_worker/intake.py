@@ -71,6 +71,8 @@ class Admission:
     """One for each choice that runs here; the first leads the others."""
     unfinished: set[int] = field(default_factory=set)
     """Choices whose end was not told yet."""
+    unread: set[int] = field(default_factory=set)
+    """Choices that the gateway reads no more: their next token is their last."""
     grammar: CompiledGrammar | None = None
     marks: dict[str, float] = field(default_factory=dict)
     """``time.monotonic`` of state changes: they become the stage times."""

@@ -48,6 +48,7 @@ from decode_worker.holders import Dial, Holders
 from decode_worker.intake import Admission, AdmissionState, AttemptKey, Intake
 from decode_worker.outbox import Outbox
 from engine.engine import SequenceOutput, StepResult
+from engine.sequence import Sequence
 from kvtransfer.transfer_thread import TransferThread
 from rpc.clients import HandoffClient
 from rpc.server import RpcServer
@@ -143,12 +144,16 @@ class DecodeRole:
         return AdmitReply(verdict=AdmitVerdict.QUEUED, num_ahead=num_ahead)
 
     async def abort_decode(self, request: AbortRequest) -> AbortReply:
-        self._tombstones.add(request.request_id, request.attempt)
         wanted = [
             admission
             for key, admission in self._admissions.items()
             if key.request_id == request.request_id and request.attempt in (0, key.attempt)
         ]
+        if request.choices:
+            for admission in wanted:
+                admission.unread.update(request.choices)
+            return AbortReply(found=bool(wanted))
+        self._tombstones.add(request.request_id, request.attempt)
         await self._end_all(wanted, None)
         return AbortReply(found=bool(wanted), num_custody_blocks=self._context.engine.pool.counts().custody)
 
@@ -293,9 +298,14 @@ class DecodeRole:
         if output.error is not None:
             self._scope.spawn(self._end(admission, output.error), name="sequence-failed")
             return
-        outbox = self._outboxes.get(admission.gateway)
         choice = output.sequence.key.choice
+        if choice not in admission.unfinished:
+            return  # a step that ran before the sequence was off the engine
+        outbox = self._outboxes.get(admission.gateway)
         is_over = output.finish_reason is not None
+        if choice in admission.unread and not output.sequence.is_kept:
+            outbox, is_over = None, True
+            self._scope.spawn(self._stop_choice(output.sequence), name="choice-unread")
         if output.sequence.is_kept:
             self._scope.spawn(self._fork(admission, is_over=is_over), name="fork")
         if outbox is not None:
@@ -321,6 +331,10 @@ class DecodeRole:
             admission.state = AdmissionState.OVER
             if admission.task is not None:
                 admission.task.cancel()
+
+    async def _stop_choice(self, sequence: Sequence) -> None:
+        with suppress(WorkerLost):  # the engine has ended, and its blocks with it
+            await self._context.steps.call(lambda engine: discard(engine, [sequence]))
 
     async def _fork(self, admission: Admission, *, is_over: bool) -> None:
         """The prompt is computed here, and the first choice has paused behind its first token: the others follow. An

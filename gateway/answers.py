@@ -1,19 +1,22 @@
-"""The OpenAI answer objects, plain and streamed, built from text deltas.
+"""The OpenAI answer objects, plain and streamed, built from the text deltas of all choices.
 
-A streamed answer is made of prepared frames: everything that is the same in all chunks is encoded once for a request.
+A streamed answer is made of prepared frames: what is the same in all chunks of a choice is encoded once, for a token
+only its text is. What came while the client was not reading is sent as one chunk.
 """
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import ClassVar
 
 import orjson
 
-from core.types import TokenLogprobs
-from gateway.parse import Job
+from core.types import FinishReason, TokenLogprobs
+from gateway.parse import Job, Prompt
+from gateway.run import Run, Sink
 from gateway.text import TextDelta
-from modelfiles import Tokenizer
+from gateway.usage import usage_of
 
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
@@ -22,159 +25,209 @@ Fields = dict[str, object]
 """Members of a JSON object on its way to the encoder."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    num_prompt_tokens: int
-    num_completion_tokens: int
-    num_cached_tokens: int
+class Part:
+    """One choice of an answer: what was accepted of it and not yet sent (plain: all of it).
 
-    def value(self) -> Fields:
-        return {
-            "prompt_tokens": self.num_prompt_tokens,
-            "completion_tokens": self.num_completion_tokens,
-            "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": 0},
-        }
+    Token ids and log probabilities wait for a chunk that has text.
+    """
 
+    __slots__ = (
+        "finish_reason",
+        "head",
+        "index",
+        "is_open",
+        "logprobs",
+        "offsets",
+        "prompt_index",
+        "stop_reason",
+        "texts",
+        "token_ids",
+    )
 
-@dataclass(slots=True)
-class Pending:
-    """What was accepted and not yet sent: token ids and log probabilities wait for a chunk that has text."""
-
-    text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
+    def __init__(self, index: int, prompt_index: int) -> None:
+        self.index = index
+        self.prompt_index = prompt_index
+        self.is_open = False
+        """Its first chunk was made."""
+        self.head = b""
+        """How every chunk of it that brings only text begins."""
+        self.texts: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.offsets: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
 
     def add(self, delta: TextDelta) -> None:
-        self.text.append(delta.text)
+        if delta.text:
+            self.texts.append(delta.text)
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
         self.offsets += delta.offsets
+        if delta.finish_reason is not None:
+            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
     def drop(self) -> None:
-        for part in (self.text, self.token_ids, self.logprobs, self.offsets):
-            part.clear()
+        """What there was is sent."""
+        self.texts.clear()
+        self.token_ids.clear()
+        self.logprobs.clear()
+        self.offsets.clear()
 
 
 class Answer:
-    """One answer as it grows. `stream` yields frames for a delta; `whole` gives the plain object."""
+    """One answer as it grows. `sink` takes what a choice adds; `frames` and `closing` make a stream, `whole` the plain
+    object. Choices are numbered prompt by prompt."""
 
-    object_name = ""
-    chunk_name = ""
-    id_prefix = ""
-    prompt_scores_in_choice = False
+    object_name: ClassVar[str] = ""
+    chunk_name: ClassVar[str] = ""
+    id_prefix: ClassVar[str] = ""
+    is_per_choice: ClassVar[bool] = False
+    """Prompt ids and their log probabilities stand in each choice, not in the answer."""
 
     def __init__(self, job: Job, request_id: str) -> None:
         self._job = job
         self._tokenizer = job.model.tokenizer
         self._id = f"{self.id_prefix}{request_id}"
         self._created = int(time.time())
-        self._pending = Pending()
+        self.parts = [Part(index, index // job.sampling.n) for index in range(len(job.prompts) * job.sampling.n)]
+        self.runs: Sequence[Run] = ()
+        """One for each prompt; set before anything is taken."""
+        self.timing: Callable[[Run], Fields] | None = None
+        """Joins the chunk that ends a run."""
+        self.on_change: Callable[[], None] = lambda: None
+        self._changed: dict[int, Part] = {}
         head = {"id": self._id, "object": self.chunk_name, "created": self._created, "model": job.model.name}
         self._head = b"data: " + orjson.dumps(head)[:-1] + b","
-        self._has_sent_prompt_ids = False
+        self._tail = b',"usage":null}\n\n' if job.include_usage else b"}\n\n"
+        self._brings_only_text = not job.return_token_ids and job.num_logprobs is None and not job.continuous_usage
+
+    def sink(self, index: int) -> Sink:
+        return partial(self._take, self.parts[index])
+
+    def _take(self, part: Part, delta: TextDelta) -> None:
+        part.add(delta)
+        self._changed[part.index] = part
+        self.on_change()
 
     # -- streamed -----------------------------------------------------------------------------------------------------
 
-    def opening(self) -> bytes:
-        """The frames before the first token."""
-        return b""
+    @property
+    def has_changed(self) -> bool:
+        """Something was taken since the last frames."""
+        return bool(self._changed)
 
-    def stream(self, delta: TextDelta, usage: Usage, extra: Mapping[str, object] | None = None) -> bytes:
-        """The frames for a delta; empty while its text is held back. `extra` joins the chunk that ends the choice."""
-        pending = self._pending
-        pending.add(delta)
-        if not delta.text and delta.finish_reason is None:
-            return b""
-        frames = b""
-        if delta.finish_reason is None or self._splits_end(delta):
-            frames = self._chunk(pending, "".join(pending.text), None, None, usage, None)
-            pending.drop()
-        if delta.finish_reason is not None:
-            text = "".join(pending.text)
-            frames += self._chunk(pending, text, delta.finish_reason, delta.stop_reason, usage, extra)
-            pending.drop()
+    def frames(self) -> bytes:
+        """The frames for what was taken since the last call; empty while all of it is held back."""
+        changed, self._changed = self._changed, {}
+        return b"".join([self._frames(part) for part in changed.values()])
+
+    def _frames(self, part: Part) -> bytes:
+        frames = b"" if part.is_open else self._open(part)
+        text = "".join(part.texts)
+        if part.finish_reason is None:
+            if text:
+                frames += self._text_chunk(part, text)
+                part.drop()
+            return frames
+        if text and self._splits_end():
+            frames += self._text_chunk(part, text)
+            part.drop()
+            text = ""
+        frames += self._chunk(part, text, part.finish_reason)
+        part.drop()
         return frames
 
-    def closing(self, usage: Usage) -> bytes:
+    def closing(self) -> bytes:
         """The usage chunk, if it was asked for."""
         if not self._job.include_usage:
             return b""
-        return self._head + b'"choices":[],"usage":' + orjson.dumps(usage.value()) + b"}\n\n"
+        return self._head + b'"choices":[],"usage":' + orjson.dumps(usage_of(self.runs).value()) + b"}\n\n"
 
-    def _splits_end(self, delta: TextDelta) -> bool:
+    def _open(self, part: Part) -> bytes:
+        """The frames before the first token of a choice."""
+        part.is_open = True
+        part.head = self._head + self._text_head(part.index)
+        return self._opening(part)
+
+    def _opening(self, part: Part) -> bytes:
+        return b""
+
+    def _text_chunk(self, part: Part, text: str) -> bytes:
+        if self._brings_only_text:
+            return part.head + orjson.dumps(text) + self._text_tail() + self._tail
+        return self._chunk(part, text, None)
+
+    def _chunk(self, part: Part, text: str, finish_reason: FinishReason | None) -> bytes:
+        choice: Fields = {"index": part.index, **self._chunk_content(text)}
+        choice["logprobs"] = self._logprobs(part.token_ids, part.logprobs, part.offsets)
+        choice["finish_reason"] = finish_reason
+        rest: Fields = {"choices": [choice]}
+        if self._job.return_token_ids:
+            choice["token_ids"] = part.token_ids
+        if finish_reason is not None:
+            choice["stop_reason"] = part.stop_reason
+            run = self.runs[part.prompt_index]
+            if self.timing is not None and run.is_over:
+                rest |= self.timing(run)
+        return self._event(rest)
+
+    def _event(self, rest: Fields) -> bytes:
+        if self._job.include_usage:
+            rest["usage"] = usage_of(self.runs).value() if self._job.continuous_usage else None
+        return self._head + orjson.dumps(rest)[1:] + b"\n\n"
+
+    def _splits_end(self) -> bool:
         """Whether last text and finish reason travel in two chunks."""
         return False
 
-    def _chunk(
-        self,
-        pending: Pending,
-        text: str,
-        finish_reason: str | None,
-        stop_reason: str | int | None,
-        usage: Usage,
-        extra: Mapping[str, object] | None,
-    ) -> bytes:
-        choice: Fields = {"index": 0, **self._chunk_content(text, finish_reason)}
-        choice["logprobs"] = self._logprobs(pending.token_ids, pending.logprobs, pending.offsets)
-        choice["finish_reason"] = finish_reason
-        if finish_reason is not None:
-            choice["stop_reason"] = stop_reason
-        rest: Fields = {"choices": [choice], **(extra or {})}
-        if self._job.return_token_ids:
-            choice["token_ids"] = pending.token_ids
-            if not self._has_sent_prompt_ids:
-                self._has_sent_prompt_ids = True
-                rest["prompt_token_ids"] = self._job.prompt_token_ids
-        if self._job.include_usage:
-            rest["usage"] = usage.value() if self._job.continuous_usage else None
-        return self._head + orjson.dumps(rest)[1:] + b"\n\n"
+    def _text_head(self, index: int) -> bytes:
+        raise NotImplementedError
 
-    def _chunk_content(self, text: str, finish_reason: str | None) -> Fields:
+    def _text_tail(self) -> bytes:
+        raise NotImplementedError
+
+    def _chunk_content(self, text: str) -> Fields:
         raise NotImplementedError
 
     # -- plain --------------------------------------------------------------------------------------------------------
 
-    def collect(self, delta: TextDelta) -> None:
-        """Takes a delta of a plain answer."""
-        self._pending.add(delta)
-
-    def whole(
-        self,
-        last: TextDelta | None,
-        usage: Usage,
-        extra: Mapping[str, object] | None = None,
-        prompt_logprobs: Sequence[TokenLogprobs] = (),
-    ) -> bytes:
-        """The plain answer, after all deltas were collected; `last` brought the finish reason (None: echo only)."""
-        pending = self._pending
-        finish_reason = last.finish_reason if last and last.finish_reason else "length"
-        choice: Fields = {"index": 0, **self._whole_content("".join(pending.text))}
-        choice["logprobs"] = self._logprobs(pending.token_ids, pending.logprobs, pending.offsets)
-        choice["finish_reason"] = finish_reason
-        choice["stop_reason"] = last.stop_reason if last else None
+    def whole(self) -> bytes:
+        """The plain answer, when every choice has its finish reason."""
         answer: Fields = {
             "id": self._id,
             "object": self.object_name,
             "created": self._created,
             "model": self._job.model.name,
-            "choices": [choice],
-            "usage": usage.value(),
-            **(extra or {}),
+            "choices": [self._whole_choice(part) for part in self.parts],
+            "usage": usage_of(self.runs).value(),
         }
-        if self._job.return_token_ids:
-            choice["token_ids"] = pending.token_ids
-            answer["prompt_token_ids"] = self._job.prompt_token_ids
-        if self._job.sampling.prompt_logprobs is not None:
-            holder = choice if self.prompt_scores_in_choice else answer
-            holder["prompt_logprobs"] = self._prompt_logprobs(prompt_logprobs)
+        if not self.is_per_choice:
+            answer |= self._about_prompt(0)
+        if self.timing is not None:
+            answer |= self.timing(max(self.runs, key=lambda run: run.stages.total_s()))
         return orjson.dumps(answer)
 
-    def _prompt_logprobs(self, scores: Sequence[TokenLogprobs]) -> list[Fields | None]:
+    def _whole_choice(self, part: Part) -> Fields:
+        choice: Fields = {"index": part.index, **self._whole_content(part)}
+        choice["logprobs"] = self._logprobs(part.token_ids, part.logprobs, part.offsets)
+        choice["finish_reason"] = part.finish_reason
+        choice["stop_reason"] = part.stop_reason
+        if self._job.return_token_ids:
+            choice["token_ids"] = part.token_ids
+        return choice | (self._about_prompt(part.prompt_index) if self.is_per_choice else {})
+
+    def _about_prompt(self, index: int) -> Fields:
+        fields: Fields = {}
+        if self._job.return_token_ids:
+            fields["prompt_token_ids"] = self._job.prompts[index].token_ids
+        if self._job.sampling.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = self._prompt_logprobs(index)
+        return fields
+
+    def _prompt_logprobs(self, index: int) -> list[Fields | None]:
         """As vLLM writes them: for each prompt token a map by token id; the first token has none."""
-        tokens = self._job.prompt_token_ids
+        tokens, scores = self._job.prompts[index].token_ids, self.runs[index].prompt_logprobs
         return [None, *(self._scored(token_id, one) for token_id, one in zip(tokens[1:], scores, strict=True))]
 
     def _scored(self, token_id: int, scores: TokenLogprobs) -> Fields:
@@ -182,11 +235,11 @@ class Answer:
         if all(top_id != token_id for top_id, _ in scores.top):
             ranked.append((token_id, scores.logprob, scores.rank))
         return {
-            str(one): {"logprob": _finite(logprob), "rank": rank, "decoded_token": self._tokenizer.token_text(one)}
+            str(one): {"logprob": finite(logprob), "rank": rank, "decoded_token": self._tokenizer.token_text(one)}
             for one, logprob, rank in ranked
         }
 
-    def _whole_content(self, text: str) -> Fields:
+    def _whole_content(self, part: Part) -> Fields:
         raise NotImplementedError
 
     def _logprobs(
@@ -200,30 +253,33 @@ class ChatAnswer(Answer):
     chunk_name = "chat.completion.chunk"
     id_prefix = "chatcmpl-"
 
-    def opening(self) -> bytes:
-        """The role chunk, once for the choice."""
+    def _opening(self, part: Part) -> bytes:
+        """The role chunk, once for a choice."""
         choice: Fields = {
-            "index": 0,
+            "index": part.index,
             "delta": {"role": "assistant", "content": ""},
             "logprobs": None,
             "finish_reason": None,
         }
         rest: Fields = {"choices": [choice]}
         if self._job.return_token_ids:
-            self._has_sent_prompt_ids = True
-            rest["prompt_token_ids"] = self._job.prompt_token_ids
-        if self._job.include_usage:
-            rest["usage"] = None
-        return self._head + orjson.dumps(rest)[1:] + b"\n\n"
+            rest["prompt_token_ids"] = self._job.prompts[part.prompt_index].token_ids
+        return self._event(rest)
 
-    def _splits_end(self, delta: TextDelta) -> bool:
-        return bool(delta.text)
+    def _splits_end(self) -> bool:
+        return True
 
-    def _chunk_content(self, text: str, finish_reason: str | None) -> Fields:
+    def _text_head(self, index: int) -> bytes:
+        return b'"choices":[{"index":%d,"delta":{"content":' % index
+
+    def _text_tail(self) -> bytes:
+        return b'},"logprobs":null,"finish_reason":null}]'
+
+    def _chunk_content(self, text: str) -> Fields:
         return {"delta": {"content": text} if text else {}}
 
-    def _whole_content(self, text: str) -> Fields:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def _whole_content(self, part: Part) -> Fields:
+        return {"message": {"role": "assistant", "content": "".join(part.texts), "refusal": None}}
 
     def _logprobs(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], offsets: Sequence[int]
@@ -232,41 +288,54 @@ class ChatAnswer(Answer):
             return None
         content = [
             {
-                **_token_value(self._tokenizer, token_id, one.logprob),
+                **self._token_value(token_id, one.logprob),
                 "top_logprobs": [
-                    _token_value(self._tokenizer, top_id, logprob)
-                    for top_id, logprob in one.top[: self._job.num_logprobs]
+                    self._token_value(top_id, logprob) for top_id, logprob in one.top[: self._job.num_logprobs]
                 ],
             }
             for token_id, one in zip(token_ids, logprobs, strict=True)
         ]
         return {"content": content, "refusal": None}
 
+    def _token_value(self, token_id: int, logprob: float) -> Fields:
+        """`bytes` is the truth; `token` is readable, with U+FFFD for a part of a character."""
+        return {
+            "token": self._tokenizer.token_text(token_id),
+            "logprob": finite(logprob),
+            "bytes": list(self._tokenizer.token_bytes(token_id)),
+        }
+
 
 class CompletionAnswer(Answer):
-    prompt_scores_in_choice = True
     object_name = "text_completion"
     chunk_name = "text_completion"
     id_prefix = "cmpl-"
+    is_per_choice = True
 
-    def opening(self) -> bytes:
+    def _opening(self, part: Part) -> bytes:
         """The echoed prompt, if it was asked for."""
-        if not self._job.echo:
+        prompt = self._prompt(part)
+        if not prompt.echo and not self._job.return_token_ids:
             return b""
-        return self._chunk(
-            Pending(),
-            self._job.echo,
-            None,
-            None,
-            Usage(num_prompt_tokens=len(self._job.prompt_token_ids), num_completion_tokens=0, num_cached_tokens=0),
-            None,
-        )
+        choice: Fields = {"index": part.index, "text": prompt.echo, "logprobs": None, "finish_reason": None}
+        if self._job.return_token_ids:
+            choice |= {"token_ids": [], "prompt_token_ids": prompt.token_ids}
+        return self._event({"choices": [choice]})
 
-    def _chunk_content(self, text: str, finish_reason: str | None) -> Fields:
+    def _prompt(self, part: Part) -> Prompt:
+        return self._job.prompts[part.prompt_index]
+
+    def _text_head(self, index: int) -> bytes:
+        return b'"choices":[{"index":%d,"text":' % index
+
+    def _text_tail(self) -> bytes:
+        return b',"logprobs":null,"finish_reason":null}]'
+
+    def _chunk_content(self, text: str) -> Fields:
         return {"text": text}
 
-    def _whole_content(self, text: str) -> Fields:
-        return {"text": self._job.echo + text}
+    def _whole_content(self, part: Part) -> Fields:
+        return {"text": self._prompt(part).echo + "".join(part.texts)}
 
     def _logprobs(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], offsets: Sequence[int]
@@ -274,30 +343,21 @@ class CompletionAnswer(Answer):
         if self._job.num_logprobs is None or not token_ids:
             return None
         tokenizer = self._tokenizer
-        tops: list[Fields] = []
+        tops: list[Mapping[str, object]] = []
         for token_id, one in zip(token_ids, logprobs, strict=True):
             top: Fields = {
-                tokenizer.token_text(one_id): _finite(value)
+                tokenizer.token_text(one_id): finite(value)
                 for one_id, value in reversed(one.top[: self._job.num_logprobs])
             }
-            top.setdefault(tokenizer.token_text(token_id), _finite(one.logprob))
+            top.setdefault(tokenizer.token_text(token_id), finite(one.logprob))
             tops.append(top)
         return {
             "tokens": [tokenizer.token_text(token_id) for token_id in token_ids],
-            "token_logprobs": [_finite(one.logprob) for one in logprobs],
+            "token_logprobs": [finite(one.logprob) for one in logprobs],
             "top_logprobs": tops,
             "text_offset": list(offsets),
         }
 
 
-def _token_value(tokenizer: Tokenizer, token_id: int, logprob: float) -> Fields:
-    """`bytes` is the truth; `token` is readable, with U+FFFD for a part of a character."""
-    return {
-        "token": tokenizer.token_text(token_id),
-        "logprob": _finite(logprob),
-        "bytes": list(tokenizer.token_bytes(token_id)),
-    }
-
-
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else LOWEST_LOGPROB

@@ -3,36 +3,26 @@
 import asyncio
 import re
 import secrets
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 
 from core.clock import Clock
 from core.config import LimitsConfig
 from core.errors import NoWorker, QueueFull
 from core.ids import GatewayId, Incarnation, RequestId
-from core.types import FinishReason, GenerateRequest
-from gateway.answers import Answer, ChatAnswer, CompletionAnswer, Usage
+from core.tasks import all_or_none
+from core.types import ChoiceProgress, FinishReason, GenerateRequest
+from gateway.answers import Answer, ChatAnswer, CompletionAnswer
 from gateway.edge import Exchange
-from gateway.http import (
-    DONE,
-    Receive,
-    Scope,
-    Send,
-    end_events,
-    header,
-    read_json_body,
-    send_bytes,
-    send_event,
-    start_events,
-    until_disconnect,
-)
+from gateway.event_stream import EventStream
+from gateway.http import Receive, Scope, Send, header, read_json_body, send_bytes, until_disconnect
 from gateway.models import ModelShelf
 from gateway.parse import Job, chat_job, completion_job
 from gateway.pipeline import Pipeline
-from gateway.run import Run
+from gateway.run import Choice, Run
 from gateway.schemas import ChatBody, CompletionBody, parse_body
 from gateway.stages import StageClock
 from gateway.text import ChoiceText, TextDelta
+from gateway.usage import usage_of
 
 SEND_GRACE_S = 10.0
 """After its deadline a request has only to be sent; a client that does not read for so long is gone."""
@@ -144,35 +134,47 @@ class Generation:
         answer_class: type[Answer],
     ) -> None:
         job = await self._shelf.run(lambda: make_job(raw))
-        run = self._run(exchange, scope, job, stages)
         answer = answer_class(job, exchange.request_id)
-        wants_timing = header(scope, b"x-baton-timing") == "1"
-        deltas = _echo_only() if job.is_echo_only else self._pipeline.generate(run)
+        runs = answer.runs = self._runs(exchange, scope, job, answer, stages)
+        if header(scope, b"x-baton-timing") == "1":
+            answer.timing = _timing
+        work = _echo(runs) if job.is_echo_only else all_or_none([self._pipeline.generate(run) for run in runs])
         try:
-            async with aclosing(deltas):
-                if job.stream:
-                    await _send_stream(exchange, send, run, answer, deltas, wants_timing)
-                else:
-                    await _send_plain(send, run, answer, deltas, wants_timing)
+            if job.stream:
+                await EventStream(exchange, send, answer).run(work)
+            else:
+                await work
+                await send_bytes(send, 200, answer.whole())
         finally:
-            exchange.fields |= _log_fields(run, job)
+            exchange.fields |= _log_fields(runs, job)
 
-    def _run(self, exchange: Exchange, scope: Scope, job: Job, stages: StageClock) -> Run:
-        request = GenerateRequest(
-            request_id=RequestId(exchange.request_id),
-            model=job.model.name,
-            prompt_token_ids=job.prompt_token_ids,
-            sampling=job.sampling,
-            priority=job.priority,
-            cache_salt=job.cache_salt,
-            gateway_id=self._gateway_id,
-            gateway_incarnation=self._incarnation,
-            deadline_s=self._limits.request_timeout_s,
-            traceparent=_traceparent(scope, exchange.request_id),
-        )
-        run = Run(request, ChoiceText(job.model.tokenizer, job.rules), stages)
-        stages.mark("prepare")
-        return run
+    def _runs(self, exchange: Exchange, scope: Scope, job: Job, answer: Answer, stages: StageClock) -> list[Run]:
+        """One for each prompt. Their first bears the id that the caller sees, the others are numbered behind it."""
+        traceparent = _traceparent(scope, exchange.request_id)
+        runs = []
+        for number, prompt in enumerate(job.prompts):
+            request = GenerateRequest(
+                request_id=RequestId(exchange.request_id if number == 0 else f"{exchange.request_id}-{number}"),
+                model=job.model.name,
+                prompt_token_ids=prompt.token_ids,
+                sampling=job.sampling,
+                choices=tuple(ChoiceProgress(choice=choice) for choice in range(job.sampling.n)),
+                priority=job.priority,
+                cache_salt=job.cache_salt,
+                gateway_id=self._gateway_id,
+                gateway_incarnation=self._incarnation,
+                deadline_s=self._limits.request_timeout_s,
+                traceparent=traceparent,
+            )
+            choices = [
+                Choice(
+                    choice, ChoiceText(job.model.tokenizer, job.rules), answer.sink(number * job.sampling.n + choice)
+                )
+                for choice in range(job.sampling.n)
+            ]
+            runs.append(Run(request, choices, stages if number == 0 else stages.copy()))
+            runs[-1].stages.mark("prepare")
+        return runs
 
 
 async def _at_most(seconds: float, *events: asyncio.Event) -> None:
@@ -191,53 +193,14 @@ def _traceparent(scope: Scope, request_id: str) -> str:
     return given if TRACEPARENT.fullmatch(given) else f"00-{request_id}-{secrets.token_hex(8)}-01"
 
 
-async def _echo_only() -> AsyncGenerator[TextDelta, None]:
-    yield TextDelta(finish_reason=FinishReason.LENGTH)
-
-
-async def _send_plain(
-    send: Send, run: Run, answer: Answer, deltas: AsyncGenerator[TextDelta, None], wants_timing: bool
-) -> None:
-    last: TextDelta | None = None
-    async for delta in deltas:
-        answer.collect(delta)
-        last = delta
-    await send_bytes(
-        send, 200, answer.whole(last, _usage(run), _timing(run) if wants_timing else None, run.prompt_logprobs)
-    )
-
-
-async def _send_stream(
-    exchange: Exchange,
-    send: Send,
-    run: Run,
-    answer: Answer,
-    deltas: AsyncGenerator[TextDelta, None],
-    wants_timing: bool,
-) -> None:
-    """The status line waits for the first tokens, so that an error before them is a true 4xx or 5xx."""
-    frame = answer.opening()
-    async for delta in deltas:
-        extra = None
-        if delta.finish_reason is not None:
-            run.end(delta.finish_reason)
-            extra = _timing(run) if wants_timing else None
-        if not exchange.is_stream:
-            exchange.is_stream = True
-            await start_events(send)
-        frame += answer.stream(delta, _usage(run), extra)
-        if frame:
-            await send_event(send, frame)
-            frame = b""
-    await end_events(send, answer.closing(_usage(run)) + DONE)
-
-
-def _usage(run: Run) -> Usage:
-    return Usage(
-        num_prompt_tokens=run.request.num_prompt_tokens,
-        num_completion_tokens=len(run.accepted),
-        num_cached_tokens=run.num_cached_tokens,
-    )
+async def _echo(runs: Sequence[Run]) -> None:
+    """Nothing is to be generated."""
+    for run in runs:
+        for choice in run.choices:
+            choice.finish_reason = FinishReason.LENGTH
+        run.finish()
+        for choice in run.choices:
+            choice.sink(TextDelta(finish_reason=FinishReason.LENGTH))
 
 
 def _timing(run: Run) -> dict[str, object]:
@@ -266,15 +229,18 @@ def _ms(seconds: float) -> float:
     return round(1e3 * seconds, 3)
 
 
-def _log_fields(run: Run, job: Job) -> dict[str, object]:
-    record = run.record()
+def _log_fields(runs: Sequence[Run], job: Job) -> dict[str, object]:
+    """Of the first run, and the tokens of all."""
+    record, usage = runs[0].record(), usage_of(runs)
     return {
         "model": record.model,
         "stream": job.stream,
+        "num_prompts": len(runs),
+        "n": job.sampling.n,
         "outcome": record.outcome,
-        "num_prompt_tokens": record.num_prompt_tokens,
-        "num_completion_tokens": record.num_completion_tokens,
-        "attempts": record.attempts,
+        "num_prompt_tokens": usage.num_prompt_tokens,
+        "num_completion_tokens": usage.num_completion_tokens,
+        "attempts": sum(run.attempt for run in runs),
         "mode": record.mode,
         "prefill_worker": record.prefill_worker,
         "decode_worker": record.decode_worker,

@@ -4,7 +4,9 @@
     prefill:  asked --> answered
 
 An attempt that D did not settle is aborted at both workers, whatever ended it.
-The deadline is an event like any other, so the reader waits in one place only.
+
+Events are handled where they arrive, without a task in between: a token costs one call from the stream's reader to the
+client's frame (docs/adr/0018-tokens-are-pushed.md). The deadline is an event like any other.
 """
 
 import asyncio
@@ -17,14 +19,13 @@ from core import types as t
 from core.errors import DeadlineExceeded, InternalError, ServingError, WorkerLost
 from core.ids import Incarnation, WorkerId
 from core.tasks import TaskScope
+from gateway.attempt import Attempt
 from gateway.ports import ClientFactory, PrefillPort
-from gateway.token_streams import Event, Mailbox, TokenStreams
+from gateway.token_streams import Event, TokenStreams
 
 log = logging.getLogger(__name__)
 
 MAX_PREFILL_CLIENTS = 256
-RequestMaker = Callable[[], t.GenerateRequest]
-"""The request as of now: durations in it shrink while it waits."""
 
 
 class Peers:
@@ -76,16 +77,20 @@ class Peers:
 class Legs:
     """One attempt's calls. Use `open_legs`."""
 
-    def __init__(self, peers: Peers, placement: t.Placement, make_request: RequestMaker) -> None:
+    def __init__(self, peers: Peers, attempt: Attempt) -> None:
         self._peers = peers
-        self._placement = placement
-        self._make_request = make_request
-        request = make_request()
-        self._request_id, self._attempt = request.request_id, request.attempt
-        self._mailbox = Mailbox()
-        self._scope = TaskScope(f"attempt-{self._request_id}-{self._attempt}")
+        self._attempt = attempt
+        self._placement = placement = attempt.placement
+        request = attempt.request()
+        self._request_id = request.request_id
+        self._told: set[int] = set()
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when every choice has finished, or with the typed error that ended the attempt."""
+        # Whoever waits may be cancelled first; then nobody asks.
+        self.over.add_done_callback(lambda over: over.cancelled() or over.exception())
+        self._scope = TaskScope(f"attempt-{self._request_id}-{attempt.number}")
         self._link = peers.streams.link(placement.decode)
-        self._link.subscribe(self._request_id, self._attempt, self._mailbox)
+        self._link.subscribe(self._request_id, attempt.number, self.handle)
         self._scope.spawn(self._report(self._admit, placement.decode), name="admit")
         # Kept for the abort: asked for again later, it would take the place of its successor's client.
         self._prefill_client = None if placement.prefill is None else peers.prefill(placement.prefill)
@@ -93,33 +98,55 @@ class Legs:
             call = partial(self._prefill, self._prefill_client, placement.prefill)
             self._scope.spawn(self._report(call, placement.prefill), name="prefill")
         self._deadline = asyncio.get_running_loop().call_later(
-            max(request.deadline_s, 0.0), self._mailbox.put, DeadlineExceeded("the request's deadline has passed")
+            max(request.deadline_s, 0.0), self.handle, DeadlineExceeded("the request's deadline has passed")
         )
-        self.is_settled_by_decode = False
 
-    async def next_event(self) -> t.TokenChunk | t.AttemptAccepted | t.AdmitReply | t.PrefillReply:
-        """What happened next. Raises the typed error that ended a leg, or DeadlineExceeded."""
-        event = await self._mailbox.get()
-        if isinstance(event, ServingError):
-            raise event
-        return event
+    def handle(self, event: Event) -> None:
+        """Takes what happened next. Its failure, whatever it is, is this attempt's: the stream goes on for others."""
+        if self.over.done():
+            return
+        try:
+            if isinstance(event, ServingError):
+                raise event
+            self._attempt.take(event)
+        except Exception as error:
+            self.over.set_exception(error)
+            return
+        if self._attempt.is_over:
+            self.over.set_result(None)
+        elif self._attempt.unread:
+            self._abort_unread()
 
     async def close(self, reason: str) -> None:
         """Ends the attempt: nothing is delivered any more, and unfinished work is aborted at both workers."""
+        self.over.cancel()
         self._deadline.cancel()
-        self._link.unsubscribe(self._request_id, self._attempt)
-        if not self.is_settled_by_decode:
-            abort = t.AbortRequest(request_id=self._request_id, attempt=self._attempt, reason=reason)
+        self._link.unsubscribe(self._request_id, self._attempt.number)
+        if not self._attempt.is_settled_by_decode:
+            abort = t.AbortRequest(request_id=self._request_id, attempt=self._attempt.number, reason=reason)
             self._peers.spawn(_abort(self._link.client.abort, abort), name=f"abort-decode-{self._request_id}")
             if self._prefill_client is not None:
                 self._peers.spawn(_abort(self._prefill_client.abort, abort), name=f"abort-prefill-{self._request_id}")
         await self._scope.close()
 
+    def _abort_unread(self) -> None:
+        """D need not write on a choice whose end was found in its text."""
+        unread = self._attempt.unread - self._told
+        if unread:
+            self._told |= unread
+            abort = t.AbortRequest(
+                request_id=self._request_id,
+                attempt=self._attempt.number,
+                reason="stop",
+                choices=tuple(sorted(unread)),
+            )
+            self._peers.spawn(_abort(self._link.client.abort, abort), name=f"abort-choices-{self._request_id}")
+
     async def _admit(self) -> t.AdmitReply:
         await self._link.ready()
         return await self._link.client.admit(
             t.AdmitRequest(
-                request=self._make_request(),
+                request=self._attempt.request(),
                 handoff_id=self._placement.handoff_id,
                 mode=self._placement.mode,
                 worker_incarnation=self._placement.decode.incarnation,
@@ -131,7 +158,7 @@ class Legs:
     async def _prefill(self, client: PrefillPort, worker: t.WorkerAddress) -> t.PrefillReply:
         return await client.prefill(
             t.PrefillRequest(
-                request=self._make_request(),
+                request=self._attempt.request(),
                 handoff_id=self._placement.handoff_id,
                 worker_incarnation=worker.incarnation,
                 decode=self._placement.decode,
@@ -143,25 +170,25 @@ class Legs:
         call: Callable[[], Coroutine[object, object, t.AdmitReply | t.PrefillReply]],
         worker: t.WorkerAddress,
     ) -> None:
-        """One event for the reader, however the call ends: nobody waits for a call that is gone."""
+        """One event, however the call ends: nobody waits for a call that is gone."""
         event: Event = InternalError("the call to a worker broke", worker_id=worker.worker_id)
         try:
             event = await call()
         except ServingError as error:
-            if isinstance(error, DeadlineExceeded) and self._make_request().deadline_s > 0:
+            if isinstance(error, DeadlineExceeded) and self._attempt.run.remaining_s() > 0:
                 # The call's own limit, not the request's: a worker that does not answer is lost to this attempt.
                 error = WorkerLost(error.message)
             if error.worker_id is None:
                 error.worker_id = worker.worker_id
             event = error
         finally:
-            self._mailbox.put(event)
+            self.handle(event)
 
 
 @asynccontextmanager
-async def open_legs(peers: Peers, placement: t.Placement, make_request: RequestMaker) -> AsyncIterator[Legs]:
+async def open_legs(peers: Peers, attempt: Attempt) -> AsyncIterator[Legs]:
     """The legs of one attempt; leaving the block, however it happens, ends them at both workers."""
-    legs = Legs(peers, placement, make_request)
+    legs = Legs(peers, attempt)
     reason = "cancelled"
     try:
         yield legs

@@ -51,14 +51,14 @@ class GatewayMetrics:
         self._requests.labels(model, run.outcome).inc()
         self._attempts.labels(model).inc(run.attempt)
         self._prompt_tokens.labels(model).inc(run.request.num_prompt_tokens)
-        self._tokens.labels(model).inc(len(run.accepted))
+        self._tokens.labels(model).inc(run.num_completion_tokens)
         self._overrun.labels(model).inc(run.num_overrun)
         for stage, seconds in run.stages.stages():
             self._stage.labels(model, stage).inc(seconds)
-        if run.ttft_s is None or run.finish_reason is None:
+        if run.ttft_s is None or not run.is_over:
             return
         duration_s = run.stages.total_s()
         self._ttft.labels(model).observe(run.ttft_s)
         self._duration.labels(model).observe(duration_s)
-        if len(run.accepted) > 1:
-            self._tpot.labels(model).observe((duration_s - run.ttft_s) / (len(run.accepted) - 1))
+        if run.num_completion_tokens > 1:
+            self._tpot.labels(model).observe((duration_s - run.ttft_s) / (run.num_completion_tokens - 1))

@@ -24,11 +24,19 @@ MAX_LOGIT_BIAS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    token_ids: tuple[int, ...]
+    echo: str = ""
+    """Text that precedes each of its answers (completions with `echo`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """One request, validated: all that the pipeline and the answer need."""
 
     model: ServedModel
-    prompt_token_ids: tuple[int, ...]
+    prompts: tuple[Prompt, ...]
+    """One, or several of a completion; each has `sampling.n` choices."""
     sampling: SamplingParams
     rules: TextRules
     is_chat: bool
@@ -39,8 +47,6 @@ class Job:
     num_logprobs: int | None
     priority: int = 0
     cache_salt: str = ""
-    echo: str = ""
-    """Text that precedes the answer (completions with `echo`)."""
     is_echo_only: bool = False
     """Nothing is to be generated."""
 
@@ -59,14 +65,16 @@ def chat_job(body: ChatBody, model: ServedModel, limits: LimitsConfig) -> Job:
         raise InvalidRequest("'top_logprobs' needs 'logprobs': true", param="top_logprobs", code="invalid_value")
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    job = _job(body, model, limits, prompt, "messages", asked, param)
+    job = _job(body, model, limits, (Prompt(token_ids=prompt),), "messages", asked, param)
     num_logprobs = _num_logprobs((body.top_logprobs or 0) if body.logprobs else None, "top_logprobs", limits)
     return replace(job, is_chat=True, num_logprobs=num_logprobs, sampling=replace(job.sampling, logprobs=num_logprobs))
 
 
 def completion_job(body: CompletionBody, model: ServedModel, limits: LimitsConfig) -> Job:
     """Blocking (tokenizer). Raises RequestError."""
-    prompt = _completion_prompt(body, model)
+    prompts = _completion_prompts(body, model, limits)
+    if body.best_of not in (None, body.n):
+        raise InvalidRequest("'best_of' must equal 'n'; leave it out", param="best_of", code="unsupported_parameter")
     if body.echo and body.logprobs is not None:
         raise InvalidRequest(
             "'logprobs' together with 'echo' is not supported yet; leave one out",
@@ -76,12 +84,11 @@ def completion_job(body: CompletionBody, model: ServedModel, limits: LimitsConfi
     if body.max_tokens == 0 and not body.echo:
         raise InvalidRequest("'max_tokens' may be 0 only with 'echo'", param="max_tokens", code="invalid_value")
     num_logprobs = _num_logprobs(body.logprobs, "logprobs", limits)
-    job = _job(body, model, limits, prompt, "prompt", body.max_tokens, "max_tokens")
+    job = _job(body, model, limits, prompts, "prompt", body.max_tokens, "max_tokens")
     return replace(
         job,
         num_logprobs=num_logprobs,
         sampling=replace(job.sampling, logprobs=num_logprobs),
-        echo=_echo_text(body, model, prompt) if body.echo else "",
         is_echo_only=body.max_tokens == 0,
     )
 
@@ -157,34 +164,35 @@ def _is_shallow(value: object, depth: int = 0) -> bool:
     return all(_is_shallow(member, depth + 1) for member in members)
 
 
-def _completion_prompt(body: CompletionBody, model: ServedModel) -> tuple[int, ...]:
-    """One prompt: a text (special tokens in it are parsed: this is the raw interface) or token ids."""
-    prompt: object = body.prompt
-    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int | float):
-        if len(prompt) > 1:
-            raise InvalidRequest(
-                "several prompts in one request are not supported yet; send them one by one",
-                param="prompt",
-                code="unsupported_parameter",
-            )
-        prompt = prompt[0]
-    if isinstance(prompt, str):
-        encoded = model.tokenizer.encode(prompt, parse_special=True, add_special_tokens=body.add_special_tokens)
-        token_ids = tuple(encoded)
-    elif isinstance(prompt, list):
-        token_ids = check_token_ids(prompt, model, "prompt")
-    else:
-        raise InvalidRequest("'prompt' must be a text or a list of token ids", param="prompt", code="invalid_value")
-    if not token_ids:
-        raise InvalidRequest("'prompt' must not be empty", param="prompt", code="invalid_value")
-    return token_ids
+def _completion_prompts(body: CompletionBody, model: ServedModel, limits: LimitsConfig) -> tuple[Prompt, ...]:
+    """A text, token ids, or a list of either."""
+    given: object = body.prompt
+    if not isinstance(given, list) or not given or isinstance(given[0], int | float):
+        return (_completion_prompt(given, body, model, "prompt"),)
+    if len(given) * body.n > limits.max_choices:
+        raise InvalidRequest(
+            f"at most {limits.max_choices} choices can be asked for at once (prompts times 'n'), not "
+            f"{len(given) * body.n}",
+            param="prompt" if len(given) > 1 else "n",
+            code="invalid_value",
+        )
+    return tuple(_completion_prompt(one, body, model, f"prompt.{index}") for index, one in enumerate(given))
 
 
-def _echo_text(body: CompletionBody, model: ServedModel, prompt: tuple[int, ...]) -> str:
-    given = body.prompt[0] if isinstance(body.prompt, list) and isinstance(body.prompt[0], str) else body.prompt
+def _completion_prompt(given: object, body: CompletionBody, model: ServedModel, param: str) -> Prompt:
+    """Special tokens in a text are parsed: this is the raw interface."""
     if isinstance(given, str):
-        return given
-    return model.tokenizer.decode(prompt, skip_special_tokens=body.skip_special_tokens)
+        token_ids = tuple(model.tokenizer.encode(given, parse_special=True, add_special_tokens=body.add_special_tokens))
+    elif isinstance(given, list):
+        token_ids = check_token_ids(given, model, param)
+    else:
+        raise InvalidRequest(f"'{param}' must be a text or a list of token ids", param=param, code="invalid_value")
+    if not token_ids:
+        raise InvalidRequest(f"'{param}' must not be empty", param=param, code="invalid_value")
+    if not body.echo:
+        return Prompt(token_ids=token_ids)
+    decoded = model.tokenizer.decode(token_ids, skip_special_tokens=body.skip_special_tokens)
+    return Prompt(token_ids=token_ids, echo=given if isinstance(given, str) else decoded)
 
 
 def _num_logprobs(asked: int | None, param: str, limits: LimitsConfig) -> int | None:
@@ -197,13 +205,13 @@ def _job(
     body: GenerationBody,
     model: ServedModel,
     limits: LimitsConfig,
-    prompt: tuple[int, ...],
+    prompts: tuple[Prompt, ...],
     prompt_param: str,
     asked_tokens: int | None,
     tokens_param: str,
 ) -> Job:
-    if body.n != 1:
-        raise InvalidRequest("only 'n': 1 is supported yet", param="n", code="unsupported_parameter")
+    if body.n > limits.max_choices:
+        raise InvalidRequest(f"'n' may be at most {limits.max_choices}", param="n", code="invalid_value")
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("'stream_options' needs 'stream': true", param="stream_options", code="invalid_value")
     if body.priority and not model.has_priorities:
@@ -212,7 +220,8 @@ def _job(
             param="priority",
             code="unsupported_parameter",
         )
-    max_tokens = _max_tokens(model, len(prompt), prompt_param, asked_tokens, tokens_param)
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    max_tokens = _max_tokens(model, longest, prompt_param, asked_tokens, tokens_param)
     if body.min_tokens > max_tokens:
         raise InvalidRequest("'min_tokens' is above the token limit", param="min_tokens", code="invalid_value")
     for param, given, most in (
@@ -227,7 +236,7 @@ def _job(
     options = body.stream_options
     return Job(
         model=model,
-        prompt_token_ids=prompt,
+        prompts=prompts,
         sampling=_sampling(body, model, limits, max_tokens, tuple(stop_ids)),
         rules=TextRules(
             stop=tuple(dict.fromkeys(body.stop)),
@@ -293,6 +302,7 @@ def _sampling(
         allowed_token_ids=check_token_ids(body.allowed_token_ids or (), model, "allowed_token_ids"),
         bad_words=_bad_words(body.bad_words, model),
         seed=seed & INT64,
+        n=body.n,
         max_tokens=max_tokens,
         min_tokens=body.min_tokens,
         ignore_eos=body.ignore_eos,

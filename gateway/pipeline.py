@@ -5,23 +5,24 @@
        '---re-placed-------'            (in every state: cancelled; both legs are aborted)
 
 Every request ends in one finish reason or one typed error, before its deadline. Tokens are *accepted* once, in order,
-by index; an accepted token is never taken back, so a retry continues behind it (design.md 3). `recovery` is read here
-and nowhere else.
+by index; an accepted token is never taken back, so a retry continues behind it (design.md 3). Several choices share an
+attempt until one fails; those that have come apart by then are retried beside each other. `recovery` is read here and
+nowhere else.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from core import types as t
-from core.errors import Blame, Cancelled, NoWorker, Recovery, ServingError, WorkerLost
+from core.errors import Blame, Cancelled, InternalError, NoWorker, Recovery, ServingError, WorkerLost
 from core.ids import WorkerId
+from core.tasks import all_or_none
+from gateway.attempt import Attempt
 from gateway.legs import Peers, open_legs
 from gateway.ports import RouterPort
-from gateway.run import Run
-from gateway.text import TextDelta
+from gateway.run import Branch, Run
 
 log = logging.getLogger(__name__)
 
@@ -47,42 +48,45 @@ class Pipeline:
         self._limits = limits
         self._on_end = on_end
 
-    async def generate(self, run: Run) -> AsyncGenerator[TextDelta, None]:
-        """The answer as it grows; the last delta has the finish reason. Raises one typed error if there is none.
-
-        Close it (or cancel the task that reads it) to cancel the request. Use under `contextlib.aclosing`.
+    async def generate(self, run: Run) -> None:
+        """Returns when every choice has its finish reason; their sinks are told of tokens as they come. Raises one
+        typed error if there is an end without one. Cancel it to cancel the request.
         """
         try:
-            while run.finish_reason is None:
-                try:
-                    async with aclosing(self._attempt(run)) as deltas:
-                        async for delta in deltas:
-                            yield delta
-                except ServingError as error:
-                    await asyncio.sleep(self._recover(run, error))
-            run.end(run.finish_reason)
+            await self._drive(run, Branch(choices=run.choices))
+            run.finish()
         except ServingError as error:
             run.end(error.slug)
             raise
+        except asyncio.CancelledError:
+            run.end(Cancelled.slug)
+            raise
         finally:
-            run.end(Cancelled.slug)  # has no effect on a run that ended above
+            run.end(InternalError.slug)  # has no effect on a run that ended above
             self._on_end(run)
 
-    async def _attempt(self, run: Run) -> AsyncGenerator[TextDelta, None]:
-        placement = await self._place(run)
+    async def _drive(self, run: Run, branch: Branch) -> None:
+        """To the end of these choices; those that have come apart go on beside each other."""
+        branches = [branch]
+        while len(branches) == 1:
+            branch = branches[0]
+            try:
+                await self._attempt(run, branch)
+                return
+            except ServingError as error:
+                pause_s = self._recover(run, branch, error)
+            await asyncio.sleep(pause_s)
+            branches = branch.apart()
+        await all_or_none([self._drive(run, one) for one in branches])
+
+    async def _attempt(self, run: Run, branch: Branch) -> None:
+        number = run.begin_attempt(branch)
+        placement = await self._place(run, branch, number)
         outcome, blamed = Cancelled.slug, None
         try:
-            async with open_legs(self._peers, placement, run.current_request) as legs:
-                while True:
-                    delta = run.take(await legs.next_event())
-                    if run.finish_reason is not None:
-                        legs.is_settled_by_decode = run.is_ended_by_decode
-                        break
-                    if delta is not None:
-                        yield delta
+            async with open_legs(self._peers, Attempt(run, branch, number, placement)) as legs:
+                await legs.over
             outcome = "ok"
-            if delta is not None:  # sent after the legs are told to end: a slow client holds no blocks
-                yield delta
         except ServingError as error:
             outcome, blamed = error.slug, error.worker_id
             raise
@@ -90,34 +94,33 @@ class Pipeline:
             end = t.PlacementEnd(
                 placement_id=placement.placement_id,
                 request_id=run.request.request_id,
-                attempt=run.attempt,
+                attempt=number,
                 outcome=outcome,
                 blamed_worker=None if blamed is None else WorkerId(blamed),
             )
             self._peers.spawn(self._end_placement(end), name="end-placement")
 
-    async def _place(self, run: Run) -> t.Placement:
+    async def _place(self, run: Run, branch: Branch, number: int) -> t.Placement:
         """A placement from the router, which may be restarting: its absence is borne for a while."""
         patience_ends_s = run.stages.elapsed_s() + ROUTER_PATIENCE_S
         backoff_s = FIRST_BACKOFF_S
-        run.begin_attempt()
         while True:
             try:
-                placement = await self._router.place(run.place_request())
+                placement = await self._router.place(run.place_request(branch, number))
             except WorkerLost:
                 if run.remaining_s() <= 0 or run.stages.elapsed_s() > patience_ends_s:
                     raise NoWorker("the router is not reachable; try again in a moment") from None
             else:
-                run.begin(placement)
+                run.begin(branch, placement)
                 return placement
             await asyncio.sleep(min(backoff_s, max(run.remaining_s(), 0.0)))
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
-    def _recover(self, run: Run, error: ServingError) -> float:
+    def _recover(self, run: Run, branch: Branch, error: ServingError) -> float:
         """Seconds to wait before the next attempt, or raises the error when there is none."""
         # A worker may cancel an attempt for reasons of its own (it lost us for a moment); our client did not.
         recovery = Recovery.REPLACE if isinstance(error, Cancelled) else error.recovery
-        placement = run.placement
+        placement = branch.placement
         if placement is None or recovery is Recovery.NONE or run.remaining_s() <= 0:
             raise error
         run.stages.mark("retry")
@@ -125,35 +128,35 @@ class Pipeline:
             "attempt failed",
             extra={
                 "request_id": run.request.request_id,
-                "attempt": run.attempt,
+                "choices": [choice.number for choice in branch.choices],
                 "slug": error.slug,
                 "worker": error.worker_id,
                 "reason": error.message,
-                "num_accepted": len(run.accepted),
+                "num_accepted": sum(len(choice.accepted) for choice in branch.choices),
             },
         )
         if recovery is Recovery.LATER:
-            run.num_refused += 1
-            if run.refused_for_s() > self._limits.capacity_patience_s:
+            branch.num_refused += 1
+            if run.refused_for_s(branch) > self._limits.capacity_patience_s:
                 raise error
-            num_waits = run.num_refused
+            num_waits = branch.num_refused
         else:
-            run.num_failed += 1
-            if run.num_failed >= self._limits.max_attempts:
+            branch.num_failed += 1
+            if branch.num_failed >= self._limits.max_attempts:
                 raise error
-            self._avoid(run, placement, error)
-            num_waits = run.num_failed - 1
+            self._avoid(branch, placement, error)
+            num_waits = branch.num_failed - 1
         backoff_s = 0.0 if num_waits == 0 else min(FIRST_BACKOFF_S * 2 ** min(num_waits - 1, 10), MAX_BACKOFF_S)
         return min(backoff_s, run.remaining_s())
 
-    def _avoid(self, run: Run, placement: t.Placement, error: ServingError) -> None:
+    def _avoid(self, branch: Branch, placement: t.Placement, error: ServingError) -> None:
         prefill, decode = placement.prefill, placement.decode
         if error.blame is Blame.PAIR and prefill is not None:
-            run.excluded_pairs.append((prefill.worker_id, prefill.incarnation, decode.worker_id, decode.incarnation))
+            branch.excluded_pairs.append((prefill.worker_id, prefill.incarnation, decode.worker_id, decode.incarnation))
         elif error.blame is not Blame.NONE:
             for worker in (prefill, decode):
                 if worker is not None and worker.worker_id == error.worker_id:
-                    run.excluded_workers.append((worker.worker_id, worker.incarnation))
+                    branch.excluded_workers.append((worker.worker_id, worker.incarnation))
 
     async def _end_placement(self, end: t.PlacementEnd) -> None:
         try:

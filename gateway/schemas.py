@@ -46,7 +46,6 @@ _CHAT_NOT_BUILT: Mapping[str, tuple[object, ...]] = {
     "web_search_options": (),
 }
 _COMPLETION_NOT_BUILT: Mapping[str, tuple[object, ...]] = {
-    "best_of": (1,),
     "suffix": ("",),
 }
 
@@ -182,6 +181,8 @@ class CompletionBody(GenerationBody):
     max_tokens: int = Field(default=16, ge=0, le=INT64)
     logprobs: int | None = Field(default=None, ge=0, le=INT64)
     echo: bool = False
+    best_of: int | None = Field(default=None, ge=1, le=INT32)
+    """Only as many as `n`: no ranking of hidden choices."""
     add_special_tokens: bool = True
 
 

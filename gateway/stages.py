@@ -21,6 +21,12 @@ class StageClock:
         self._started = self._last = clock.now()
         self._stages: dict[str, float] = {}
 
+    def copy(self) -> "StageClock":
+        """Another clock with the same past."""
+        other = StageClock(self._clock)
+        other._started, other._last, other._stages = self._started, self._last, dict(self._stages)
+        return other
+
     def elapsed_s(self) -> float:
         return self._clock.now() - self._started
 

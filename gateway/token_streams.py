@@ -9,7 +9,7 @@ the same worker opens a new stream (and, if the worker restarted, meets a new in
 
 import asyncio
 import logging
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
 
 from core import types as t
@@ -25,28 +25,8 @@ MAX_TOMBSTONES = 8192
 
 Event = t.TokenChunk | t.AttemptAccepted | t.AdmitReply | t.PrefillReply | ServingError
 AttemptKey = tuple[RequestId, int]
-
-
-class Mailbox:
-    """Everything that happens to one attempt, in order of arrival. One reader."""
-
-    def __init__(self) -> None:
-        self._events: deque[Event] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, event: Event) -> None:
-        self._events.append(event)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def get(self) -> Event:
-        while not self._events:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        return self._events.popleft()
+Handler = Callable[[Event], None]
+"""Takes what happens to one attempt, in order. It raises nothing."""
 
 
 class DecodeLink:
@@ -55,7 +35,7 @@ class DecodeLink:
     def __init__(self, worker: t.WorkerAddress, client: DecodePort) -> None:
         self.worker = worker
         self.client = client
-        self._mailboxes: dict[AttemptKey, Mailbox] = {}
+        self._handlers: dict[AttemptKey, Handler] = {}
         self._tombstones: OrderedDict[AttemptKey, None] = OrderedDict()
         self._opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # Nobody may be waiting when the stream breaks; the error reaches whoever asks next.
@@ -65,11 +45,11 @@ class DecodeLink:
         """Returns when the worker has registered the stream. Raises what broke it."""
         await asyncio.shield(self._opened)
 
-    def subscribe(self, request_id: RequestId, attempt: int, mailbox: Mailbox) -> None:
-        self._mailboxes[request_id, attempt] = mailbox
+    def subscribe(self, request_id: RequestId, attempt: int, handler: Handler) -> None:
+        self._handlers[request_id, attempt] = handler
 
     def unsubscribe(self, request_id: RequestId, attempt: int) -> None:
-        self._mailboxes.pop((request_id, attempt), None)
+        self._handlers.pop((request_id, attempt), None)
         self._bury((request_id, attempt))
 
     async def read(
@@ -89,21 +69,25 @@ class DecodeLink:
         """Every attempt on this link has failed."""
         if not self._opened.done():
             self._opened.set_exception(error)
-        for mailbox in self._mailboxes.values():
-            mailbox.put(error)
-        self._mailboxes.clear()
+        for handler in self._handlers.values():
+            handler(error)
+        self._handlers.clear()
 
     def _deliver(self, message: t.StepOutputs, on_unknown: Callable[[AttemptKey], None]) -> None:
-        events: list[tuple[AttemptKey, Event]] = [((one.request_id, one.attempt), one) for one in message.accepted]
-        events += [((one.request_id, one.attempt), one) for one in message.chunks]
-        events += [((one.request_id, one.attempt), self._failure(one)) for one in message.failed]
-        for key, event in events:
-            mailbox = self._mailboxes.get(key)
-            if mailbox is not None:
-                mailbox.put(event)
-            elif key not in self._tombstones:
-                self._bury(key)
-                on_unknown(key)
+        for accepted in message.accepted:
+            self._hand_over((accepted.request_id, accepted.attempt), accepted, on_unknown)
+        for chunk in message.chunks:
+            self._hand_over((chunk.request_id, chunk.attempt), chunk, on_unknown)
+        for failed in message.failed:
+            self._hand_over((failed.request_id, failed.attempt), self._failure(failed), on_unknown)
+
+    def _hand_over(self, key: AttemptKey, event: Event, on_unknown: Callable[[AttemptKey], None]) -> None:
+        handler = self._handlers.get(key)
+        if handler is not None:
+            handler(event)
+        elif key not in self._tombstones:
+            self._bury(key)
+            on_unknown(key)
 
     def _failure(self, failed: t.AttemptFailed) -> ServingError:
         return error_from_slug(failed.slug, failed.message, worker_id=failed.worker_id or self.worker.worker_id)

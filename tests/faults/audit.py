@@ -207,9 +207,9 @@ class Audit:
     def watch_pipeline(self, pipeline: Any) -> None:
         recover = pipeline._recover
 
-        def on_failure(run: Any, error: Any) -> float:
+        def on_failure(run: Any, branch: Any, error: Any) -> float:
             self.note_failure(HandoffId(f"{run.request.request_id}-{run.attempt}"), error)
-            return float(recover(run, error))
+            return float(recover(run, branch, error))
 
         pipeline._recover = on_failure
 

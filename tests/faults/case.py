@@ -215,7 +215,7 @@ class Case(Hooks):
             gateway_incarnation=gateway,
             gateway_id=GatewayId(process.name),
             deadline_s=_DEADLINE_S,
-            choices=original.run.current_request().choices,
+            choices=(t.ChoiceProgress(accepted=tuple(original.tokens)),),
         )
         wire = DecodeWire(self.cluster.network, process, reader.address)
         tokens: list[int] = list(request.choices[0].accepted)

@@ -349,6 +349,39 @@ async def test_an_abort_at_d_around_the_fork_leaves_nothing(local: Asker) -> Non
         assert local.d.context.engine.pool.counts().is_idle()
 
 
+async def test_a_choice_that_nobody_reads_any_more_is_given_up_alone(asker: Asker) -> None:
+    expected = await alone(asker, prompt(10), max_tokens=30)
+    for mode, given_up in ((mode, choice) for mode in t.Mode for choice in (0, 2)):
+        request = asker.request(prompt(10), (0, 1, 2), max_tokens=30)
+        before = asker.d.context.engine.counters().tokens_generated
+        await asker.start(request, mode)
+        unread = t.AbortRequest(request_id=request.request_id, attempt=1, reason="stop", choices=(given_up,))
+        assert (await asker.to_decode.abort(unread)).found
+        answer = asker.answers[request.request_id, 1]
+        await asker.until(lambda answer=answer: len(answer.finished) == 2)
+        for choice in {0, 1, 2} - {given_up}:
+            assert answer.tokens[choice] == expected[choice]
+        assert len(answer.tokens[given_up]) < 30
+        await asker.until_idle()
+        assert asker.d.context.engine.counters().tokens_generated - before < 3 * 30
+
+
+async def through_the_gateway(asker: Asker, **fields: Any) -> list[dict[str, Any]]:
+    body = {"max_tokens": 12, "temperature": 1, "seed": 11, "ignore_eos": True, **fields}
+    choices: list[dict[str, Any]] = (await asker.cluster.complete(list(prompt(10)), **body))["choices"]
+    return choices
+
+
+async def test_the_gateway_asks_for_the_same_choices_in_one_attempt(asker: Asker) -> None:
+    choices = await through_the_gateway(asker, n=5)
+    assert [choice["token_ids"] for choice in choices] == await alone(asker, prompt(10))
+    stop = choices[0]["text"][3:5]
+    stopped = await through_the_gateway(asker, n=5, stop=[stop])
+    for before, after in zip(choices, stopped, strict=True):
+        assert after["text"] == before["text"].partition(stop)[0]
+        assert after["finish_reason"] == ("stop" if stop in before["text"] else "length")
+
+
 @pytest.mark.parametrize("mode", t.Mode)
 async def test_choices_that_cannot_share_a_prompt_are_refused(asker: Asker, mode: t.Mode) -> None:
     for numbers in ((0, 0), (0, 5)):

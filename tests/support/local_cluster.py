@@ -6,12 +6,13 @@ For what real processes cannot do: flip a byte in flight, look into a pool, stop
 
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
+from functools import cache
 from types import TracebackType
 from typing import Any, Self
 
 import httpx
 
-from core.config import ClusterConfig, load_config
+from core.config import ClusterConfig, ModelConfigSection, load_config
 from core.ids import GatewayId, WorkerId, new_incarnation
 from core.telemetry import Telemetry
 from core.types import Role
@@ -34,6 +35,12 @@ SETTINGS = (
     "models.0.kv.num_blocks=160",
     "worker.pin_threads=false",
 )
+
+
+@cache
+def _served_model(section: str) -> ServedModel:
+    """Reading a tokenizer takes longer than most tests."""
+    return ServedModel.load(ModelConfigSection.model_validate_json(section))
 
 
 def make_role(context: WorkerContext, memory: TransferMemory) -> WorkerRole:
@@ -88,7 +95,7 @@ class LocalCluster:
             self.config,
             router=self.router,
             clients=RpcClients(),
-            models=[ServedModel.load(model) for model in self.config.models],
+            models=[_served_model(model.model_dump_json()) for model in self.config.models],
             telemetry=Telemetry(component="gateway"),
             gateway_id=GatewayId("gateway-0"),
             incarnation=new_incarnation(),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from core import types as t
 from core.errors import NoWorker, ServingError, WorkerLost
@@ -44,6 +45,8 @@ class Script:
     """What the cluster answers. `steps` are the tokens as the engine groups them."""
 
     steps: Steps
+    others: Sequence[Steps] = ()
+    """What the choices from the second on say, in turn; `steps` again where there is none."""
     finish_reason: t.FinishReason = t.FinishReason.LENGTH
     stop_token_id: int | None = None
     finish_alone: bool = False
@@ -54,9 +57,11 @@ class Script:
     """By attempt."""
     num_decodes: int = 1
 
-    @property
-    def answer(self) -> list[int]:
-        return [token for step in self.steps for token in step]
+    def steps_of(self, choice: int) -> Steps:
+        return self.others[choice - 1] if 0 < choice <= len(self.others) else self.steps
+
+    def answer(self, choice: int = 0) -> list[int]:
+        return [token for step in self.steps_of(choice) for token in step]
 
 
 class ScriptedCluster:
@@ -70,6 +75,8 @@ class ScriptedCluster:
         self.requests: list[t.GenerateRequest] = []
         self.ends: list[t.PlacementEnd] = []
         self.aborts: list[tuple[str, int, str]] = []
+        self.unread: list[int] = []
+        """Choices that D was told to give up alone."""
         self.reports: list[t.GatewayReport] = []
         self.usable: tuple[tuple[str, bool, str], ...] = (("m", True, ""),)
         self.incarnations = {f"decode-{index}": index + 1 for index in range(script.num_decodes)}
@@ -150,12 +157,13 @@ class ScriptedCluster:
 
     # -- shared by the workers ----------------------------------------------------------------------------------------
 
-    def first_token(self, request: t.GenerateRequest) -> t.FirstToken:
-        index = len(request.choices[0].accepted)
-        token_id = self.script.answer[index]
-        is_last = index + 1 == len(self.script.answer) and not self.script.finish_alone
+    def first_token(self, request: t.GenerateRequest, progress: t.ChoiceProgress) -> t.FirstToken:
+        index = len(progress.accepted)
+        answer = self.script.answer(progress.choice)
+        token_id = answer[index]
+        is_last = index + 1 == len(answer) and not self.script.finish_alone
         return t.FirstToken(
-            choice=0,
+            choice=progress.choice,
             index=index,
             token_id=token_id,
             logprobs=self.script.logprobs(token_id) if self.script.logprobs else None,
@@ -164,22 +172,28 @@ class ScriptedCluster:
         )
 
     def chunks(self, request: t.GenerateRequest) -> list[t.TokenChunk]:
-        """What D sends for an attempt: the script's steps from the accepted tokens on (index 0 of a split repeated)."""
+        """What D sends for an attempt, the choices step by step beside each other."""
+        each = [self.chunks_of(request, progress) for progress in request.choices]
+        return [chunk for step in zip_longest(*each) for chunk in step if chunk is not None]
+
+    def chunks_of(self, request: t.GenerateRequest, progress: t.ChoiceProgress) -> list[t.TokenChunk]:
+        """The script's steps from the accepted tokens on (index 0 of a split repeated)."""
         script, fault = self.script, self.fault(request.attempt)
-        start = len(request.choices[0].accepted) if fault.repeat_from is None else fault.repeat_from
+        steps, num_tokens = script.steps_of(progress.choice), len(script.answer(progress.choice))
+        start = len(progress.accepted) if fault.repeat_from is None else fault.repeat_from
         chunks: list[t.TokenChunk] = []
         index = 0
-        for step in script.steps:
+        for step in steps:
             tokens = tuple(step)[max(0, start - index) :]
             first = max(index, start)
             index += len(step)
             if not tokens or (fault.skip_at is not None and first <= fault.skip_at < index):
                 continue
-            is_last = index == len(script.answer) and not script.finish_alone
+            is_last = index == num_tokens and not script.finish_alone
             chunks.append(
                 t.TokenChunk(
                     request_id=request.request_id,
-                    choice=0,
+                    choice=progress.choice,
                     attempt=request.attempt,
                     first_index=first,
                     token_ids=tokens,
@@ -193,9 +207,9 @@ class ScriptedCluster:
             chunks.append(
                 t.TokenChunk(
                     request_id=request.request_id,
-                    choice=0,
+                    choice=progress.choice,
                     attempt=request.attempt,
-                    first_index=len(script.answer),
+                    first_index=num_tokens,
                     token_ids=(),
                     finish_reason=script.finish_reason,
                     stages=t.StageTimes(),
@@ -219,7 +233,9 @@ class ScriptedPrefill:
             raise fault.on_prefill
         cluster.prefilled.setdefault((request.request.request_id, attempt), asyncio.Event()).set()
         return t.PrefillReply(
-            first_tokens=(cluster.first_token(request.request),), num_cached_tokens=0, stages=t.StageTimes()
+            first_tokens=tuple(cluster.first_token(request.request, one) for one in request.request.choices),
+            num_cached_tokens=0,
+            stages=t.StageTimes(),
         )
 
     async def abort(self, request: t.AbortRequest) -> t.AbortReply:
@@ -280,7 +296,10 @@ class ScriptedDecode:
 
     async def abort(self, request: t.AbortRequest) -> t.AbortReply:
         await self._cluster.pass_gate("abort-decode")
-        self._cluster.aborts.append(("decode", request.attempt, request.reason))
+        if request.choices:
+            self._cluster.unread += request.choices
+        else:
+            self._cluster.aborts.append(("decode", request.attempt, request.reason))
         return t.AbortReply(found=True)
 
     async def outputs(self, gateway_id: GatewayId, gateway_incarnation: Incarnation) -> AsyncIterator[t.StepOutputs]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +18,7 @@ from core.telemetry import Telemetry
 from engine.sequence import Sequence
 from gateway.legs import Peers
 from gateway.pipeline import Pipeline, PipelineLimits
-from gateway.run import Run
+from gateway.run import Choice, Run
 from gateway.stages import StageClock
 from gateway.text import TextDelta
 from gateway.token_streams import TokenStreams
@@ -78,11 +77,8 @@ def make_config(
     )
 
 
-@dataclass(slots=True)
 class PlainText:
     """Tokens without text: what :class:`gateway.text.ChoiceText` is for the pipeline."""
-
-    finish_reason: t.FinishReason | None = None
 
     def append(
         self,
@@ -107,7 +103,7 @@ class Answer:
 
     @property
     def tokens(self) -> list[int]:
-        return list(self.run.accepted)
+        return list(self.run.choices[0].accepted)
 
 
 @dataclass(kw_only=True)
@@ -280,7 +276,7 @@ class VirtualCluster:
             gateway_incarnation=Incarnation(self._num_gateways),
             deadline_s=deadline_s,
         )
-        run = Run(request, PlainText(), StageClock(self.loop))  # type: ignore[arg-type]
+        run = Run(request, [Choice(0, PlainText())], StageClock(self.loop))  # type: ignore[arg-type]
         answer = Answer(request=request, run=run)
         self.answers.append(answer)
         answer.task = self.gateway.spawn(self._drive(answer), name=request.request_id)
@@ -288,9 +284,7 @@ class VirtualCluster:
 
     async def _drive(self, answer: Answer) -> None:
         try:
-            async with aclosing(self.pipeline.generate(answer.run)) as deltas:
-                async for _ in deltas:
-                    pass
+            await self.pipeline.generate(answer.run)
         except ServingError as error:
             answer.error = error
         finally:

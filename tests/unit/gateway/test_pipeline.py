@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -22,12 +23,13 @@ from core.errors import (
     TransferStalled,
     WorkerLost,
 )
-from core.ids import GatewayId, Incarnation, new_request_id
+from core.ids import GatewayId, HandoffId, Incarnation, PlacementId, WorkerId, new_request_id
+from gateway.attempt import Attempt
 from gateway.legs import Peers
 from gateway.pipeline import Pipeline, PipelineLimits
-from gateway.run import Run
+from gateway.run import Branch, Choice, Run
 from gateway.stages import StageClock
-from gateway.text import ChoiceText, TextRules
+from gateway.text import ChoiceText, TextDelta, TextRules
 from gateway.token_streams import TokenStreams
 from tests.support.scripted import Fault, Script, ScriptedCluster
 from tests.support.tiny_tokenizer import EOS_TEXT, ids_of, tiny_tokenizer
@@ -46,23 +48,36 @@ class Rig:
         self.peers = Peers(self.cluster, streams)
         limits = PipelineLimits(max_attempts=3, capacity_patience_s=0.2)
         self.ended: list[Run] = []
+        self.deltas: dict[str, list[list[TextDelta]]] = {}
         self.pipeline = Pipeline(self.cluster, self.peers, limits, on_end=self.ended.append)
 
-    def run(self, *, rules: TextRules | None = None, deadline_s: float = 20.0) -> Run:
+    def run(self, *, rules: TextRules | None = None, deadline_s: float = 20.0, n: int = 1) -> Run:
         request = t.GenerateRequest(
             request_id=new_request_id(),
             model="m",
             prompt_token_ids=(5, 6, 7),
-            sampling=t.SamplingParams(max_tokens=64, seed=3),
+            sampling=t.SamplingParams(max_tokens=64, seed=3, n=n),
+            choices=tuple(t.ChoiceProgress(choice=number) for number in range(n)),
             gateway_id=GatewayId("g"),
             gateway_incarnation=Incarnation(7),
             deadline_s=deadline_s,
         )
-        return Run(request, ChoiceText(tiny_tokenizer(), rules or TextRules()), StageClock(MonotonicClock()))
+        deltas: list[list[TextDelta]] = [[] for _ in range(n)]
+        choices = [
+            Choice(number, ChoiceText(tiny_tokenizer(), rules or TextRules()), deltas[number].append)
+            for number in range(n)
+        ]
+        run = Run(request, choices, StageClock(MonotonicClock()))
+        self.deltas[run.request.request_id] = deltas
+        return run
+
+    def sent(self, run: Run, choice: int = 0) -> str:
+        """The text of a choice that was handed on so far."""
+        return "".join(delta.text for delta in self.deltas[run.request.request_id][choice])
 
     async def text(self, run: Run) -> str:
-        async with aclosing(self.pipeline.generate(run)) as deltas:
-            return "".join([delta.text async for delta in deltas])
+        await self.pipeline.generate(run)
+        return self.sent(run)
 
     @property
     def num_attempts(self) -> int:
@@ -87,7 +102,8 @@ async def rig(script: Script | None = None) -> AsyncIterator[Rig]:
 
 def one_unplaced(one: Rig) -> set[str]:
     """The last placement, where the run ended while the router was deciding."""
-    return {f"{run.request.request_id}-{run.attempt}" for run in one.ended if run.placement is None}
+    last = {f"{run.request.request_id}-{run.attempt}": run.last_placement for run in one.ended}
+    return {name for name, placement in last.items() if placement is None or placement.placement_id != name}
 
 
 @pytest.mark.parametrize("mode", list(t.Mode))
@@ -98,7 +114,11 @@ async def test_the_answer_is_the_same_in_both_modes_and_any_grouping(mode: t.Mod
     async with rig(Script(steps=steps, mode=mode)) as r:
         run = r.run()
         assert await r.text(run) == TEXT
-        assert (run.finish_reason, run.outcome, run.accepted) == (t.FinishReason.LENGTH, "length", ids)
+        assert (run.choices[0].finish_reason, run.outcome, run.choices[0].accepted) == (
+            t.FinishReason.LENGTH,
+            "length",
+            ids,
+        )
         await r.peers.drain(1.0)
         assert [end.outcome for end in r.cluster.ends] == ["ok"]
         assert r.cluster.aborts == []
@@ -106,8 +126,9 @@ async def test_the_answer_is_the_same_in_both_modes_and_any_grouping(mode: t.Mod
 
 async def test_a_finish_without_tokens_ends_the_answer_once() -> None:
     async with rig(Script(steps=STEPS, finish_alone=True, finish_reason=t.FinishReason.STOP)) as r:
-        async with aclosing(r.pipeline.generate(r.run())) as deltas:
-            reasons = [delta.finish_reason async for delta in deltas]
+        run = r.run()
+        await r.text(run)
+        reasons = [delta.finish_reason for delta in r.deltas[run.request.request_id][0]]
         assert [reason for reason in reasons if reason] == [t.FinishReason.STOP]
         assert reasons[-1] is t.FinishReason.STOP
 
@@ -116,14 +137,15 @@ async def test_token_1_waits_for_d_and_not_for_the_transfer() -> None:
     async with rig(Script(steps=STEPS, faults={1: Fault(is_queued=True)})) as r:
         r.cluster.hold("accept")
         r.cluster.hold("token-0")
-        async with aclosing(r.pipeline.generate(r.run())) as deltas:
-            first = asyncio.ensure_future(anext(deltas))
-            await r.cluster.until("accept")
-            assert not first.done()
-            r.cluster.release("accept")
-            assert (await first).text == "h"  # D's own tokens are still held at the gate
-            r.cluster.release("token-0")
-            assert "".join([delta.text async for delta in deltas]) == TEXT[1:]
+        run = r.run()
+        answer = asyncio.ensure_future(r.text(run))
+        await r.cluster.until("accept")
+        assert r.sent(run) == ""
+        r.cluster.release("accept")
+        await r.cluster.until("token-0")
+        assert r.sent(run) == "h"  # D's own tokens are still held at the gate
+        r.cluster.release("token-0")
+        assert await answer == TEXT
 
 
 async def test_a_request_that_ends_at_token_1_ends_without_d() -> None:
@@ -164,7 +186,7 @@ async def test_a_failed_attempt_is_continued_to_the_same_answer(fault: Fault, mo
     async with rig(Script(steps=STEPS, mode=mode, faults={1: fault}, num_decodes=2)) as r:
         run = r.run()
         assert await r.text(run) == TEXT
-        assert (run.attempt, run.num_failed, run.accepted) == (2, 1, ids_of(TEXT))
+        assert (run.attempt, run.choices[0].accepted) == (2, ids_of(TEXT))
         await r.peers.drain(1.0)
         assert sorted(leg for leg, attempt, _ in r.cluster.aborts if attempt == 1)[0] == "decode"
         assert sorted((end.attempt, end.outcome == "ok") for end in r.cluster.ends) == [(1, False), (2, True)]
@@ -195,7 +217,7 @@ async def test_repeated_tokens_are_accepted_once() -> None:
     async with rig(Script(steps=STEPS, faults={1: Fault(fail_at=6), 2: Fault(repeat_from=2)}, num_decodes=2)) as r:
         run = r.run()
         assert await r.text(run) == TEXT
-        assert run.accepted == ids_of(TEXT)
+        assert run.choices[0].accepted == ids_of(TEXT)
 
 
 async def test_the_attempt_budget_ends_in_the_last_typed_error() -> None:
@@ -210,7 +232,7 @@ async def test_a_refusal_for_room_costs_no_attempt_and_carries_the_age() -> None
     async with rig(Script(steps=STEPS, faults=faults)) as r:
         run = r.run()
         assert await r.text(run) == TEXT
-        assert (run.num_failed, run.num_refused, run.attempt) == (0, 3, 4)
+        assert run.attempt == 4
         ages = [place.age_s for place in r.cluster.places]
         assert ages == sorted(ages)
         assert ages[-1] > ages[0]
@@ -227,13 +249,18 @@ async def test_refusals_for_room_are_borne_for_a_bounded_time() -> None:
 def test_the_patience_with_refusals_begins_anew_once_a_token_came() -> None:
     clock = ManualClock()
     request = Rig(Script(steps=STEPS)).run().request
-    run = Run(request, ChoiceText(tiny_tokenizer(), TextRules()), StageClock(clock))
-    assert run.refused_for_s() == 0
+    run = Run(request, [Choice(0, ChoiceText(tiny_tokenizer(), TextRules()))], StageClock(clock))
+    branch = Branch(choices=run.choices)
+    assert run.refused_for_s(branch) == 0
     clock.advance(50)
-    assert run.refused_for_s() == 50
-    run.take(t.TokenChunk(request_id=request.request_id, choice=0, attempt=2, first_index=0, token_ids=(STEPS[0][0],)))
+    assert run.refused_for_s(branch) == 50
+    address = t.WorkerAddress(worker_id=WorkerId("d"), incarnation=Incarnation(1), address="d:1")
+    placement = t.Placement(placement_id=PlacementId("p"), handoff_id=HandoffId("h"), mode=t.Mode.LOCAL, decode=address)
+    Attempt(run, branch, 2, placement).take(
+        t.TokenChunk(request_id=request.request_id, choice=0, attempt=2, first_index=0, token_ids=(STEPS[0][0],))
+    )
     clock.advance(50)
-    assert run.refused_for_s() == 0
+    assert run.refused_for_s(branch) == 0
 
 
 @pytest.mark.parametrize(
@@ -293,27 +320,16 @@ async def cancel_task(rig_: Rig, run: Run, state: str) -> None:
         await task
 
 
-async def close_reader(rig_: Rig, run: Run, state: str) -> None:
-    """The reader stops between two tokens, as when a send fails."""
-    async with aclosing(rig_.pipeline.generate(run)) as deltas:
-        async for _ in deltas:
-            if rig_.cluster.reached.get(state) or state not in ("token-0", "token-5"):
-                break
-
-
 @pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("cancel", [cancel_task, close_reader])
-async def test_a_request_may_be_cancelled_in_every_state(
-    state: str, cancel: Callable[[Rig, Run, str], Awaitable[None]]
-) -> None:
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_request_may_be_cancelled_in_every_state(state: str, n: int) -> None:
     async with rig() as r:
-        if cancel is cancel_task:
-            r.cluster.hold(state)
-        run = r.run()
-        await cancel(r, run, state)
-        assert (run.outcome, run.finish_reason) == ("cancelled", None)
+        r.cluster.hold(state)
+        run = r.run(n=n)
+        await cancel_task(r, run, state)
+        assert (run.outcome, run.choices[0].finish_reason) == ("cancelled", None)
         assert [one.outcome for one in r.ended] == ["cancelled"]
-        if run.placement is not None:
+        if run.last_placement is not None:
             await r.peers.drain(1.0)
             assert {leg for leg, _, reason in r.cluster.aborts if reason == "cancelled"} == {"decode", "prefill"}
 
@@ -339,7 +355,7 @@ async def test_one_stream_serves_all_requests_of_a_worker_and_its_break_fails_th
         r.cluster.streams["decode-0", 1].put_nowait(LOST)
         r.cluster.release("token-3")
         assert await asyncio.gather(*answers) == [TEXT] * 5
-        assert {run.num_failed for run in runs} == {1}
+        assert {run.attempt for run in runs} == {2}
 
 
 @pytest.mark.parametrize("fault", [Fault(), Fault(fail_at=4), Fault(on_prefill=WorkerLost("p"))])
@@ -379,17 +395,20 @@ async def test_a_call_that_times_out_before_the_deadline_is_retried() -> None:
 async def test_the_abort_of_an_old_attempt_leaves_the_restarted_prefill_workers_client_alone() -> None:
     async with rig(Script(steps=STEPS)) as r:
         r.cluster.hold("token-2")
-        async with aclosing(r.pipeline.generate(r.run())) as old:
-            await anext(old)
-            r.cluster.prefill_incarnation = 10
-            async with aclosing(r.pipeline.generate(r.run())) as new:
-                await anext(new)
-                await old.aclose()  # its client left: both legs are aborted
-                await r.peers.drain(1.0)
-                assert ("prefill", 1, "cancelled") in r.cluster.aborts
-                assert 10 not in r.cluster.closed_prefills
-                r.cluster.release("token-2")
-                assert "".join([delta.text async for delta in new]) == TEXT[1:]
+        old = asyncio.ensure_future(r.text(r.run()))
+        await r.cluster.until("token-2")
+        r.cluster.prefill_incarnation = 10
+        run = r.run()
+        new = asyncio.ensure_future(r.text(run))
+        while not r.sent(run):
+            await asyncio.sleep(0)
+        old.cancel()  # its client left: both legs are aborted
+        await asyncio.wait({old})
+        await r.peers.drain(1.0)
+        assert ("prefill", 1, "cancelled") in r.cluster.aborts
+        assert 10 not in r.cluster.closed_prefills
+        r.cluster.release("token-2")
+        assert await new == TEXT
 
 
 async def test_a_call_that_breaks_in_an_unforeseen_way_is_an_error_and_not_a_wait() -> None:
@@ -397,4 +416,112 @@ async def test_a_call_that_breaks_in_an_unforeseen_way_is_an_error_and_not_a_wai
     async with rig(Script(steps=STEPS, faults={1: broken})) as r:
         run = r.run()
         assert await r.text(run) == TEXT
-        assert run.num_failed == 1
+        assert run.attempt == 2
+
+
+# -- several choices ------------------------------------------------------------------------------------------------
+
+OTHERS = ("well, hello", "o")
+
+
+def three(**more: Any) -> Script:
+    return Script(steps=STEPS, others=[[[one] for one in ids_of(text)] for text in OTHERS], **more)
+
+
+@pytest.mark.parametrize("mode", list(t.Mode))
+async def test_several_choices_share_one_attempt(mode: t.Mode) -> None:
+    async with rig(three(mode=mode)) as r:
+        run = r.run(n=3)
+        assert await r.text(run) == TEXT
+        assert [r.sent(run, choice) for choice in (1, 2)] == list(OTHERS)
+        assert [one.choices for one in r.cluster.requests] == [tuple(t.ChoiceProgress(choice=n) for n in range(3))]
+        assert (run.attempt, run.outcome, run.num_completion_tokens) == (1, "length", len(TEXT + "".join(OTHERS)))
+        await r.peers.drain(1.0)
+        assert (r.cluster.aborts, r.cluster.unread) == ([], [])
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
+@pytest.mark.parametrize("mode", list(t.Mode))
+async def test_choices_of_a_failed_attempt_go_on_behind_what_each_has_accepted(fault: Fault, mode: t.Mode) -> None:
+    if fault.on_prefill:
+        mode = t.Mode.SPLIT
+    async with rig(three(mode=mode, faults={1: fault}, num_decodes=2)) as r:
+        run = r.run(n=3)
+        assert await r.text(run) == TEXT
+        assert [r.sent(run, choice) for choice in (1, 2)] == list(OTHERS)
+        assert [choice.accepted for choice in run.choices] == [ids_of(text) for text in (TEXT, *OTHERS)]
+        numbers = [(one.attempt, progress.choice) for one in r.cluster.requests for progress in one.choices]
+        assert len(set(numbers)) == len(numbers), "each branch has attempts of its own"
+        await r.peers.drain(1.0)
+        assert {end.attempt for end in r.cluster.ends if end.outcome == "ok"} == set(range(2, run.attempt + 1))
+
+
+async def test_choices_that_have_come_apart_resume_separately_and_equal_ones_together() -> None:
+    script = Script(steps=STEPS, others=[STEPS, [[one] for one in ids_of("well")]], faults={1: Fault(fail_at=2)})
+    script.num_decodes = 2
+    async with rig(script) as r:
+        run = r.run(n=3)
+        assert await r.text(run) == TEXT
+        again = [one.choices for one in r.cluster.requests if one.attempt > 1]
+        assert again == [
+            tuple(t.ChoiceProgress(choice=n, accepted=tuple(ids_of("he"))) for n in (0, 1)),
+            (t.ChoiceProgress(choice=2, accepted=tuple(ids_of("we"))),),
+        ]
+
+
+async def test_a_choice_fails_as_often_as_a_request_of_its_own_might() -> None:
+    async with rig(three(faults={n: Fault(fail_at=n) for n in range(1, 30)}, num_decodes=9)) as r:
+        run = r.run(n=3)
+        with pytest.raises(WorkerLost):
+            await r.text(run)
+        assert run.attempt <= 1 + 2 * 3
+        assert run.outcome == "worker_lost"
+
+
+async def test_a_choice_that_ends_by_a_stop_string_is_given_up_alone() -> None:
+    async with rig(three()) as r:
+        r.cluster.hold("token-4")
+        run = r.run(n=3, rules=TextRules(stop=("el",)))
+        answer = asyncio.ensure_future(r.text(run))
+        await r.cluster.until("token-4")
+        while not r.cluster.unread:
+            await asyncio.sleep(0)
+        r.cluster.release("token-4")
+        assert await answer == "h"
+        assert [r.sent(run, choice) for choice in (1, 2)] == ["w", "o"]
+        await r.peers.drain(1.0)
+        assert r.cluster.unread == [0], "the others ended by then, and the whole attempt is given up"
+        assert ("decode", 1, "finished") in r.cluster.aborts
+        assert [choice.accepted for choice in run.choices] == [ids_of(text) for text in ("hel", "wel", "o")]
+
+
+async def test_a_choice_nobody_asked_for_is_an_error_and_not_an_answer() -> None:
+    async with rig(Script(steps=STEPS, num_decodes=2)) as r:
+        r.cluster.hold("token-3")
+        run = r.run()
+        answer = asyncio.ensure_future(r.text(run))
+        await r.cluster.until("token-3")
+        stray = t.TokenChunk(
+            request_id=run.request.request_id, choice=5, attempt=1, first_index=0, token_ids=(STEPS[0][0],)
+        )
+        r.cluster.streams["decode-0", 1].put_nowait(t.StepOutputs(chunks=(stray,)))
+        r.cluster.release("token-3")
+        assert await answer == TEXT
+
+
+async def test_what_breaks_in_one_attempt_is_its_own_end_and_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with rig(Script(steps=STEPS, mode=t.Mode.LOCAL)) as r:
+        r.cluster.hold("token-3")
+        bad, good = r.run(), r.run()
+        answers = [asyncio.ensure_future(r.text(run)) for run in (bad, good)]
+        await r.cluster.until("token-3")
+
+        def break_down(delta: TextDelta) -> None:
+            raise ZeroDivisionError
+
+        bad.choices[0].sink = break_down
+        r.cluster.release("token-3")
+        assert await answers[1] == TEXT
+        with pytest.raises(ZeroDivisionError):
+            await answers[0]
+        assert (bad.outcome, good.attempt) == ("internal_error", 1)

@@ -127,7 +127,12 @@ def test_other_content_is_refused(content: object) -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("chat", {"n": 2}, "n"),
+    ("chat", {"n": 129}, "n"),
+    ("text", {"n": 65, "prompt": ["a", "b"]}, "prompt"),
+    ("text", {"prompt": ["a"] * 129}, "prompt"),
+    ("text", {"prompt": ["a", 5]}, "prompt"),
+    ("text", {"prompt": ["a", ""]}, "prompt"),
+    ("text", {"prompt": [[1], [1.5]]}, "prompt"),
     ("chat", {"stream_options": {}}, "stream_options"),
     ("chat", {"top_logprobs": 1}, "top_logprobs"),
     ("chat", {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -157,13 +162,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("text", {"prompt": [True]}, "prompt"),
     ("text", {"prompt": [-1]}, "prompt"),
     ("text", {"prompt": [10**30]}, "prompt"),
-    ("text", {"prompt": ["a", "b"]}, "prompt"),
-    ("text", {"prompt": [[1], [2]]}, "prompt"),
     ("text", {"max_tokens": 0}, "max_tokens"),
     ("text", {"echo": True, "logprobs": 1}, "logprobs"),
     ("text", {"logprobs": 21}, "logprobs"),
     ("text", {"logprobs": True}, "logprobs"),
     ("text", {"best_of": 2}, "best_of"),
+    ("text", {"best_of": 3, "n": 2}, "best_of"),
     ("text", {"suffix": "x"}, "suffix"),
 ]
 
