@@ -17,7 +17,7 @@ debugging. Digests travel as little-endian uint64, block first. A unit that is n
 """
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from core.errors import DigestMismatch, LayoutMismatch
 from core.handoff import DigestKind
-from core.kv import KVGeometry
+from core.kv import KVGeometry, KVOrder
 from kvtransfer.memory import view_memory
 from kvtransfer.plan import Blocks
 from kvtransfer.ranks import held_box
@@ -35,11 +35,19 @@ WORD_BYTES = 8
 DIGEST_BYTES = 8
 
 
+WeightedSums = Callable[[NDArray[np.uint64], NDArray[np.int64], NDArray[np.uint64]], None]
+"""``sums(words, blocks, out)``: ``wsum64`` of ``words[block, kv_head, word]`` for each of ``blocks`` into ``out[index,
+kv_head]``. From any thread."""
+
+
 class Digester:
     """Digests blocks of one worker's KV memory. Stateless after construction; safe from any thread."""
 
-    def __init__(self, kind: DigestKind, geometry: KVGeometry, kv: NDArray[np.uint8]) -> None:
-        """``kv`` is the memory of all blocks as bytes; see :meth:`at_address`."""
+    def __init__(
+        self, kind: DigestKind, geometry: KVGeometry, kv: NDArray[np.uint8], *, sums: WeightedSums | None = None
+    ) -> None:
+        """``kv`` is the memory of all blocks as bytes; see :meth:`at_address`. ``sums`` is a faster ``wsum64`` for our
+        own memory order."""
         if kv.nbytes < geometry.num_bytes:
             raise ValueError(f"{kv.nbytes} bytes of KV memory, the geometry needs {geometry.num_bytes}")
         self.kind = kind
@@ -54,15 +62,31 @@ class Digester:
             writeable=False,
         )
         """[block, kv_head, layer, k/v, slot, bytes]"""
+        self._sums = sums
+        self._words: NDArray[np.uint64] | None = None
+        """[block, kv_head, word], where a head's bytes of a block are whole words that lie together."""
+        is_ours = geometry.order is KVOrder.BLOCK_HEAD_LAYER and geometry.head_bytes % WORD_BYTES == 0
+        if kind is DigestKind.WSUM64 and sums is not None and is_ours:
+            shape = (geometry.num_blocks, geometry.num_kv_heads, geometry.head_bytes // WORD_BYTES)
+            self._words = kv[: geometry.num_bytes].view("<u8").reshape(shape)
 
     @classmethod
-    def at_address(cls, kind: DigestKind, geometry: KVGeometry, address: int) -> "Digester":
+    def at_address(
+        cls, kind: DigestKind, geometry: KVGeometry, address: int, *, sums: WeightedSums | None = None
+    ) -> "Digester":
         """For KV memory that somebody else owns (a tensor) and keeps mapped."""
-        return cls(kind, geometry, view_memory(address, geometry.num_bytes))
+        return cls(kind, geometry, view_memory(address, geometry.num_bytes), sums=sums)
 
     def digest(self, blocks: Sequence[int]) -> bytes:
         """Digests of ``blocks`` in their order: ``len(blocks) * num_kv_heads`` little-endian uint64; empty with
         ``off``."""
+        if self._words is not None and self._sums is not None:
+            ids = np.asarray(blocks, dtype=np.int64)
+            if ((ids < 0) | (ids >= self.geometry.num_blocks)).any():
+                raise IndexError(f"blocks {list(blocks)} are not all among the {self.geometry.num_blocks} here")
+            out = np.empty((len(ids), self.geometry.num_kv_heads), dtype="<u8")
+            self._sums(self._words, ids, out)
+            return out.tobytes()
         return self._digest(len(blocks), self.geometry.num_kv_heads, (self._cells[block] for block in blocks))
 
     def digest_as(

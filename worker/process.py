@@ -34,6 +34,7 @@ from core.types import (
     WorkerState,
 )
 from engine.engine import Engine, EngineConfig, StepResult
+from engine.kernels.digest import compiled_wsum64
 from kvtransfer.backends import create_backend
 from kvtransfer.backends.base import Backend, Identity
 from kvtransfer.custody import Custody
@@ -113,7 +114,9 @@ class Worker:
             failpoints=failpoints,
             engine=engine,
             steps=self.steps,
-            digester=Digester.at_address(transfer.digest, engine.geometry, engine.kv_region.address),
+            digester=Digester.at_address(
+                transfer.digest, engine.geometry, engine.kv_region.address, sums=compiled_wsum64()
+            ),
             on_broken=lambda error: self._die(),
         )
         self._memory = self._join_memory(backend)

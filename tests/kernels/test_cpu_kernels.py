@@ -8,8 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from core.handoff import DigestKind
+from core.kv import KVGeometry, KVOrder
 from engine.kernels.attention import exp, half_of
+from engine.kernels.digest import compiled_wsum64
 from engine.kernels.simd import KEYS, jit, keep_compiled_code, lanes, make_products
+from kvtransfer.digest import Digester
 
 
 @jit
@@ -106,3 +110,19 @@ def test_where_nothing_can_be_written_nothing_is_kept(tmp_path: Path, monkeypatc
         patch.setattr(os, "access", lambda *_: False)
         assert not keep_compiled_code(tmp_path)
     assert before == numba.config.CACHE_DIR
+
+
+@pytest.mark.parametrize("order", list(KVOrder))
+@pytest.mark.parametrize("dtype_bytes", [1, 2, 4])
+def test_the_compiled_digest_is_that_of_numpy(order: KVOrder, dtype_bytes: int) -> None:
+    """Also where the kernel does not fit the memory: another order, heads that are no whole words."""
+    geometry = KVGeometry(
+        num_blocks=7, block_size=3, num_layers=2, num_kv_heads=3, head_dim=5, dtype_bytes=dtype_bytes, order=order
+    )
+    kv = np.random.default_rng(dtype_bytes).integers(0, 256, geometry.num_bytes + 8, dtype=np.uint8)[:-8]
+    compiled = Digester(DigestKind.WSUM64, geometry, kv, sums=compiled_wsum64())
+    for blocks in ([], [6], [3, 3, 0, 5]):
+        assert compiled.digest(blocks) == Digester(DigestKind.WSUM64, geometry, kv).digest(blocks)
+    for blocks in ([7], [0, -8]):
+        with pytest.raises(IndexError):
+            compiled.digest(blocks)
