@@ -115,6 +115,7 @@ def _application(generation: Generation, routes: Routes) -> FastAPI:
     table = (
         ("POST", "/v1/chat/completions", generation.chat_completions),
         ("POST", "/v1/completions", generation.completions),
+        ("POST", "/v1/responses", generation.responses),
         ("GET", "/v1/models", routes.list_models),
         ("GET", "/v1/models/{name:path}", routes.show_model),
         ("POST", "/tokenize", routes.tokenize),

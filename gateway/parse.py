@@ -13,7 +13,7 @@ from core.errors import ContextTooLong, InvalidRequest
 from core.types import SamplingParams
 from gateway.models import ServedModel
 from gateway.schemas import INT64, ChatBody, CompletionBody, GenerationBody, Message, TokenizeBody
-from gateway.structured import grammar_of
+from gateway.structured import grammar_member, grammar_of
 from gateway.text import TextRules
 from modelfiles import ChatMessage, TemplateError
 
@@ -49,6 +49,8 @@ class Job:
     cache_salt: str = ""
     is_echo_only: bool = False
     """Nothing is to be generated."""
+    grammar_member: str = ""
+    """The caller's name for the grammar, should a worker not be able to compile it."""
 
 
 def chat_job(body: ChatBody, model: ServedModel, limits: LimitsConfig) -> Job:
@@ -252,6 +254,7 @@ def _job(
         num_logprobs=None,
         priority=body.priority,
         cache_salt=body.cache_salt or "",
+        grammar_member=grammar_member(body),
     )
 
 

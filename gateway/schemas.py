@@ -211,7 +211,11 @@ SomeBody = TypeVar("SomeBody", bound=Body)
 
 def parse_body(cls: type[SomeBody], raw: bytes) -> SomeBody:
     """The body as `cls`, or InvalidRequest that names the member. Never echoes what the caller sent."""
-    value = load_object(raw)
+    return validated(cls, load_object(raw))
+
+
+def validated(cls: type[SomeBody], value: Mapping[str, object]) -> SomeBody:
+    """The members as `cls`. Raises InvalidRequest."""
     _refuse_not_built(cls, value, "")
     messages = value.get("messages")
     if isinstance(messages, list):
