@@ -12,6 +12,7 @@ from core.tasks import TaskScope
 from core.telemetry import Telemetry
 from gateway.cors import Cors
 from gateway.edge import Edge, Endpoint, method_not_allowed, not_found
+from gateway.fields import UnknownFields
 from gateway.generation import Generation
 from gateway.legs import Peers
 from gateway.metrics import GatewayMetrics
@@ -55,10 +56,15 @@ class Gateway:
             max_attempts=config.gateway.limits.max_attempts,
             capacity_patience_s=config.router.placement_wait_s,
         )
+        unknown = UnknownFields(
+            lambda route, count: self._metrics.unknown_fields.labels(route).inc(count),
+            refuse=config.gateway.unknown_fields == "refuse",
+        )
         self._generation = Generation(
             shelf=self._shelf,
             pipeline=Pipeline(router, self.peers, limits, on_end=self._on_end),
             limits=config.gateway.limits,
+            unknown=unknown,
             clock=clock,
             gateway_id=gateway_id,
             incarnation=incarnation,
@@ -67,6 +73,7 @@ class Gateway:
         routes = Routes(
             shelf=self._shelf,
             limits=config.gateway.limits,
+            unknown=unknown,
             generation=self._generation,
             reporter=self.reporter,
             telemetry=telemetry,
@@ -115,7 +122,6 @@ def _application(generation: Generation, routes: Routes) -> FastAPI:
     table = (
         ("POST", "/v1/chat/completions", generation.chat_completions),
         ("POST", "/v1/completions", generation.completions),
-        ("POST", "/v1/responses", generation.responses),
         ("GET", "/v1/models", routes.list_models),
         ("GET", "/v1/models/{name:path}", routes.show_model),
         ("POST", "/tokenize", routes.tokenize),

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from core.errors import Cancelled, InternalError, ServingError
 from core.ids import new_request_id
 from gateway.http import (
+    DONE,
     ClientGone,
     Message,
     MethodNotAllowed,
@@ -17,9 +18,10 @@ from gateway.http import (
     Scope,
     Send,
     end_events,
+    error_value,
+    event_frame,
     header,
     send_error,
-    stream_failure,
 )
 from gateway.metrics import GatewayMetrics
 
@@ -41,8 +43,6 @@ class Exchange:
         self.route = "other"
         self.status = 0
         self.is_stream = False
-        self.failure: Callable[[ServingError], bytes] = stream_failure
-        """How a stream that has begun tells of an error."""
         self.fields: dict[str, object] = {}
         self._client_id = header(scope, b"x-request-id")
         self._send = send
@@ -134,7 +134,8 @@ class Endpoint:
         if not exchange.has_started:
             await send_error(send, error)
         elif exchange.is_stream:
-            await end_events(send, exchange.failure(error))  # the status line is gone
+            # The status line is gone: clients raise on an event with a top-level `error`.
+            await end_events(send, event_frame(error_value(error)) + DONE)
 
 
 async def not_found(exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:

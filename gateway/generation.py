@@ -7,21 +7,18 @@ from collections.abc import Callable, Sequence
 
 from core.clock import Clock
 from core.config import LimitsConfig
-from core.errors import InvalidRequest, NoWorker, QueueFull
-from core.grammar import GRAMMAR_PARAM
+from core.errors import NoWorker, QueueFull
 from core.ids import GatewayId, Incarnation, RequestId
 from core.tasks import all_or_none
 from core.types import ChoiceProgress, FinishReason, GenerateRequest
 from gateway.answers import Answer, ChatAnswer, CompletionAnswer
 from gateway.edge import Exchange
 from gateway.event_stream import EventStream
+from gateway.fields import UnknownFields
 from gateway.http import Receive, Scope, Send, header, read_json_body, send_bytes, until_disconnect
 from gateway.models import ModelShelf
 from gateway.parse import Job, chat_job, completion_job
 from gateway.pipeline import Pipeline
-from gateway.responses.answer import ResponsesAnswer
-from gateway.responses.body import ResponsesBody
-from gateway.responses.conversation import ResponseRequest
 from gateway.run import Choice, Run
 from gateway.schemas import ChatBody, CompletionBody, parse_body
 from gateway.stages import StageClock
@@ -44,6 +41,7 @@ class Generation:
         shelf: ModelShelf,
         pipeline: Pipeline,
         limits: LimitsConfig,
+        unknown: UnknownFields,
         clock: Clock,
         gateway_id: GatewayId,
         incarnation: Incarnation,
@@ -52,6 +50,7 @@ class Generation:
         self._shelf = shelf
         self._pipeline = pipeline
         self._limits = limits
+        self._unknown = unknown
         self._clock = clock
         self._gateway_id = gateway_id
         self._incarnation = incarnation
@@ -80,30 +79,17 @@ class Generation:
 
     async def chat_completions(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         def make_job(raw: bytes) -> Job:
-            body = parse_body(ChatBody, raw)
+            body = parse_body(ChatBody, raw, self._unknown)
             return chat_job(body, self._shelf.get(body.model), self._limits)
 
         await self._generate(exchange, scope, receive, send, make_job, ChatAnswer)
 
     async def completions(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         def make_job(raw: bytes) -> Job:
-            body = parse_body(CompletionBody, raw)
+            body = parse_body(CompletionBody, raw, self._unknown)
             return completion_job(body, self._shelf.get(body.model), self._limits)
 
         await self._generate(exchange, scope, receive, send, make_job, CompletionAnswer)
-
-    async def responses(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
-        asked: list[ResponseRequest] = []
-
-        def make_job(raw: bytes) -> Job:
-            body = parse_body(ResponsesBody, raw)
-            request = ResponseRequest(body, self._shelf.get(body.model))
-            asked.append(request)
-            return request.job(self._limits)
-
-        await self._generate(
-            exchange, scope, receive, send, make_job, lambda job, request_id: ResponsesAnswer(job, request_id, asked[0])
-        )
 
     async def _generate(
         self,
@@ -112,13 +98,13 @@ class Generation:
         receive: Receive,
         send: Send,
         make_job: Callable[[bytes], Job],
-        make_answer: Callable[[Job, str], Answer],
+        answer_class: type[Answer],
     ) -> None:
         stages = StageClock(self._clock)
         raw = await read_json_body(scope, receive, self._limits)
         self._begin()
         try:
-            work = self._answer(exchange, scope, send, stages, raw, make_job, make_answer)
+            work = self._answer(exchange, scope, send, stages, raw, make_job, answer_class)
             await until_disconnect(
                 receive, work, stopping=self._stopping, timeout_s=self._limits.request_timeout_s + SEND_GRACE_S
             )
@@ -148,24 +134,24 @@ class Generation:
         stages: StageClock,
         raw: bytes,
         make_job: Callable[[bytes], Job],
-        make_answer: Callable[[Job, str], Answer],
+        answer_class: type[Answer],
     ) -> None:
         job = await self._shelf.run(lambda: make_job(raw))
-        answer = make_answer(job, exchange.request_id)
+        answer = answer_class(job, exchange.request_id)
         runs = answer.runs = self._runs(exchange, scope, job, answer, stages)
         if header(scope, b"x-baton-timing") == "1":
             answer.timing = _timing
-        work = _echo(runs) if job.is_echo_only else all_or_none([self._pipeline.generate(run) for run in runs])
+        work = (
+            _echo(runs)
+            if job.is_echo_only and not job.scores_echo
+            else all_or_none([self._pipeline.generate(run) for run in runs])
+        )
         try:
             if job.stream:
                 await EventStream(exchange, send, answer).run(work)
             else:
                 await work
                 await send_bytes(send, 200, answer.whole())
-        except InvalidRequest as error:
-            if error.param == GRAMMAR_PARAM:
-                error.param = job.grammar_member or error.param
-            raise
         finally:
             exchange.fields |= _log_fields(runs, job)
 
@@ -193,7 +179,8 @@ class Generation:
                 )
                 for choice in range(job.sampling.n)
             ]
-            runs.append(Run(request, choices, stages if number == 0 else stages.copy()))
+            clock = stages if number == 0 else stages.copy()
+            runs.append(Run(request, choices, clock, is_scoring=job.is_echo_only))
             runs[-1].stages.mark("prepare")
         return runs
 

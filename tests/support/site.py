@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from core.config import ClusterConfig, GatewayConfig, parse_config
+from core.config import ClusterConfig, parse_config
 from core.ids import GatewayId, Incarnation
 from core.tasks import TaskScope
 from core.telemetry import Telemetry
@@ -16,7 +16,7 @@ from gateway.app import Gateway
 from gateway.models import ServedModel
 from gateway.server import Server
 from gateway.tls import Certificate
-from modelfiles import ChatTemplate, GenerationDefaults
+from modelfiles import ChatTemplate, GenerationDefaults, Tokenizer
 from tests.support.asgi import Client
 from tests.support.scripted import Script, ScriptedCluster
 from tests.support.tiny_tokenizer import EOS_TEXT, ids_of, tiny_tokenizer
@@ -26,6 +26,7 @@ TEMPLATE = (
     "{{ '<|im_start|>system\nBe brief<|im_end|>\n' }}{% endif %}"
     "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% if signature is defined %}{{ signature }}{% endif %}"
 )
 MAX_CONTEXT = 200
 
@@ -40,8 +41,8 @@ class Site:
     telemetry: Telemetry
 
 
-def served_model() -> ServedModel:
-    tokenizer = tiny_tokenizer()
+def served_model(tokenizer: Tokenizer | None = None) -> ServedModel:
+    tokenizer = tokenizer or tiny_tokenizer()
     eos = tokenizer.added_id(EOS_TEXT)
     assert eos is not None
     return ServedModel(
@@ -68,7 +69,7 @@ def cluster_config(**gateway: object) -> ClusterConfig:
 async def open_site(
     script: Script | None = None, *, model: ServedModel | None = None, **settings: object
 ) -> AsyncIterator[Site]:
-    """`settings` belong to the configuration's gateway section. Without a `model` it is the made-up one."""
+    """`settings` belong to the configuration's gateway section."""
     cluster = ScriptedCluster(script or Script(steps=[[one] for one in ids_of("hello world")]))
     telemetry = Telemetry(component="gateway")
     gateway = Gateway(
@@ -88,11 +89,15 @@ async def open_site(
 
 
 @asynccontextmanager
-async def serve(gateway: Gateway, config: GatewayConfig) -> AsyncIterator[str]:
-    """A gateway behind a real socket on loopback, by the product's own server; yields ``host:port``."""
+async def serve(site: Site, **settings: object) -> AsyncIterator[str]:
+    """The site's gateway behind a real socket on loopback, by the product's own server; yields ``host:port``.
+
+    `settings` are those of `open_site`: what the server reads of them is the head's limits and the certificate.
+    """
+    config = cluster_config(**settings).gateway
     certificate = Certificate(config.tls) if config.tls is not None else None
     listener = socket.create_server(("127.0.0.1", 0))
-    server = Server(gateway, config, certificate)
+    server = Server(site.gateway, config, certificate)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     upkeep = TaskScope("certificate")
     if certificate is not None:
