@@ -8,6 +8,7 @@ import httpx
 
 from core.errors import ConfigError, InternalError
 
+API_KEY = "BATON_API_KEY"
 BAR_WIDTH = 40
 READ_TIMEOUT_S = 600
 
@@ -22,10 +23,13 @@ class _Outcome:
     num_completion_tokens: int = 0
 
 
-async def chat(url: str, message: str, *, model: str | None, max_tokens: int, temperature: float) -> int:
+async def chat(
+    url: str, message: str, *, key: str | None, model: str | None, max_tokens: int, temperature: float
+) -> int:
     """Print the answer and its timing. Raises ConfigError when there is no gateway, InternalError when it fails."""
     timeout = httpx.Timeout(10, read=READ_TIMEOUT_S)
-    async with httpx.AsyncClient(base_url=url, timeout=timeout, trust_env=False) as client:
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    async with httpx.AsyncClient(base_url=url, timeout=timeout, headers=headers, trust_env=False) as client:
         try:
             body = {
                 "model": model or await _first_model(client),
@@ -85,6 +89,8 @@ def _raise_for_error(status: int, content: bytes) -> None:
         message = json.loads(content)["error"]["message"]
     except (ValueError, KeyError, TypeError):
         message = f"the gateway answered with HTTP status {status}"
+    if status == httpx.codes.UNAUTHORIZED:
+        raise ConfigError(f"{message}; set the environment variable {API_KEY}, or name a file: --key-file FILE")
     raise InternalError(str(message))
 
 

@@ -1,4 +1,4 @@
-"""The command line: ``baton up``, ``baton chat``, ``baton status``, ``baton config``.
+"""The command line: ``baton up``, ``baton chat``, ``baton status``, ``baton keys``, ``baton config``.
 
 Exit codes: 0 done, 1 it failed while running, 2 it cannot run as asked (the line says what to change), 130 interrupted.
 """
@@ -9,7 +9,8 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
-from core.config import ClusterConfig, dump_config, load_config
+from baton.keys_parser import add_keys_parser
+from core.config import ClusterConfig, dump_config, load_config, read_secret
 from core.errors import ConfigError, ServingError
 from deploy.launcher import ERROR_PREFIX, EXIT_CONFIG, EXIT_FAILED
 
@@ -49,11 +50,12 @@ def _up(options: argparse.Namespace, config: ClusterConfig) -> int:
 
 
 def _chat(options: argparse.Namespace, config: ClusterConfig) -> int:
-    from baton.chat import chat
+    from baton.chat import API_KEY, chat
 
+    key = read_secret(API_KEY, options.key_file)
     url = options.url or config.gateway.url
     settings = {"model": options.model, "max_tokens": options.max_tokens, "temperature": options.temperature}
-    return asyncio.run(chat(url, options.message, **settings))
+    return asyncio.run(chat(url, options.message, key=key, **settings))
 
 
 def _status(options: argparse.Namespace, config: ClusterConfig) -> int:
@@ -84,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--config", metavar="FILE", help="YAML file; without it the defaults hold")
     common.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="e.g. gateway.listen=0.0.0.0:80"
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="e.g. gateway.listen=127.0.0.1:80"
     )
 
     up = commands.add_parser("up", parents=[common], help="start a cluster and keep it running until Ctrl-C")
@@ -97,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--model", help="default: the first model that the gateway serves")
     chat.add_argument("--max-tokens", type=int, default=256)
     chat.add_argument("--temperature", type=float, default=0, help="default: 0, always the likeliest token")
+    chat.add_argument("--key-file", metavar="FILE", help="holds an API key; default: the environment's BATON_API_KEY")
     chat.add_argument("--url", help="default: the gateway of the configuration")
     chat.set_defaults(run=_chat)
 
@@ -104,6 +107,8 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--json", action="store_true")
     status.add_argument("--router", metavar="HOST:PORT", help="default: the router of the configuration")
     status.set_defaults(run=_status)
+
+    add_keys_parser(commands, common)
 
     config = commands.add_parser("config", help="show or check a configuration").add_subparsers(
         metavar="COMMAND", required=True

@@ -164,10 +164,13 @@ class UpRun:
             "messages": [{"role": "user", "content": "What is the capital of France?"}],
             "temperature": 0,
         }
+        authorization = (
+            '    -H "Authorization: Bearer $BATON_API_KEY" \\\n' if self._config.gateway.access.has_keys else ""
+        )
         return (
             f"\nBaton is up. OpenAI API: {gateway}/v1   logs: {self._logs}\n\n"
             f"{table(('COMPONENT', 'PID', 'GRPC', 'HTTP (probes, /metrics)'), rows)}\n\n"
-            f"  curl {gateway}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+            f"  curl {gateway}/v1/chat/completions -H 'Content-Type: application/json' \\\n{authorization}"
             f"    -d '{json.dumps(question)}'\n\n"
             "Ctrl-C stops everything."
         )

@@ -8,18 +8,41 @@ import ctypes
 import json
 import os
 from collections.abc import Mapping, Sequence
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from core.access_config import AccessConfig
 from core.errors import ConfigError
 from core.handoff import DigestKind
 from core.types import Role
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 ENV_PREFIX = "BATON__"
+
+
+def _check_listen(value: str) -> str:
+    host, separator, port = value.rpartition(":")
+    if not separator or not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"{value!r} is not HOST:PORT (for example 127.0.0.1:8000)")
+    return value
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """``host:port`` into its parts."""
+    host, _, port = address.rpartition(":")
+    return host, int(port)
+
+
+def _is_loopback(host: str) -> bool:
+    """Only what is certain: a name other than localhost may resolve to anything, now or later."""
+    try:
+        return host == "localhost" or ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 class _Section(BaseModel):
@@ -136,10 +159,10 @@ class LimitsConfig(_Section):
     max_stop_strings: int = Field(default=4, ge=1)
     max_stop_token_ids: int = Field(default=64, ge=1)
     max_logprobs: int = Field(default=20, ge=0)
-    max_choices: int = Field(default=128, ge=1)
-    """Choices of one request: its prompts times ``n``."""
     drain_wait_s: float = Field(default=0, ge=0)
     """After SIGTERM: how long `/ready` says no while requests are still taken, so that a load balancer notices."""
+    max_choices: int = Field(default=128, ge=1)
+    """Choices of one request: its prompts times ``n``."""
     drain_s: float = Field(default=30, ge=0)
     """After that, how long running requests may go on. Both together must be less than the launcher's grace."""
 
@@ -172,12 +195,10 @@ class CorsConfig(_Section):
 
 class GatewayConfig(_Section):
     listen: str = "127.0.0.1:8000"
-    keys_file: str | None = None
+    access: AccessConfig = AccessConfig()
     tls: TlsConfig | None = None
     """Null serves plain HTTP."""
     cors: CorsConfig = CorsConfig()
-    unknown_fields: Literal["ignore", "refuse"] = "ignore"
-    """Members of a body that this API does not know: counted and ignored (clients send extras of others), or 400."""
     limits: LimitsConfig = LimitsConfig()
 
     @property
@@ -192,12 +213,15 @@ class GatewayConfig(_Section):
     def _listen(cls, value: str) -> str:
         return _check_listen(value)
 
-    @field_validator("keys_file")
-    @classmethod
-    def _no_keys_yet(cls, value: str | None) -> str | None:
-        if value is not None:
-            raise ValueError("API keys are not built yet; leave this null and listen on a loopback address")
-        return value
+    @model_validator(mode="after")
+    def _loopback_without_keys(self) -> Self:
+        if not self.access.has_keys and not _is_loopback(split_address(self.listen)[0]):
+            raise ValueError(
+                f"without API keys only this machine is served, and other machines reach {self.listen}: name a "
+                "database of keys with --set gateway.access.database=FILE (make keys with `baton keys create`), or "
+                "listen on 127.0.0.1"
+            )
+        return self
 
 
 class RouterConfig(_Section):
@@ -308,19 +332,6 @@ class ClusterConfig(_Section):
             if model.name == name:
                 return model
         raise ConfigError(f"model {name!r} is not configured; configured: {', '.join(m.name for m in self.models)}")
-
-
-def _check_listen(value: str) -> str:
-    host, separator, port = value.rpartition(":")
-    if not separator or not host or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"{value!r} is not HOST:PORT (for example 127.0.0.1:8000)")
-    return value
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """``host:port`` into its parts."""
-    host, _, port = address.rpartition(":")
-    return host, int(port)
 
 
 # -- loading ----------------------------------------------------------------------------------------------------------
@@ -494,6 +505,22 @@ def _keep_freed_memory() -> None:
     mallopt(mmap_threshold, 1 << 30)
     mallopt(trim_threshold, 1 << 30)
     mallopt(top_pad, 64 << 20)
+
+
+def read_secret(name: str, path: str | None) -> str | None:
+    """A secret from the file at `path`, or else from the environment variable `name`; never from the configuration,
+    which is printed, logged and passed on command lines. Raises ConfigError for a file that cannot be read or is
+    empty."""
+    if path is None:
+        return os.environ.get(name) or None
+    try:
+        secret = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"cannot read the secret in {path}: {reason}; correct the path or its permissions") from None
+    if not secret:
+        raise ConfigError(f"the file {path} is empty; it must hold a secret")
+    return secret
 
 
 def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:

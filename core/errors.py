@@ -53,7 +53,13 @@ class ServingError(Exception):
     blame: ClassVar[Blame] = Blame.NONE
 
     def __init__(
-        self, message: str, *, param: str | None = None, code: str | None = None, worker_id: str | None = None
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        worker_id: str | None = None,
+        retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -63,6 +69,8 @@ class ServingError(Exception):
         """The ``code`` of the HTTP error object; the slug unless something more exact is known."""
         self.worker_id = worker_id
         """The worker that a re-placement should avoid, if known."""
+        self.retry_after_s = retry_after_s
+        """When the same request may succeed, if known; infinity: never as it is. Does not cross gRPC: the gateway's."""
 
 
 class RequestError(ServingError):

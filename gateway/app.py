@@ -10,9 +10,9 @@ from core.config import ClusterConfig
 from core.ids import GatewayId, Incarnation
 from core.tasks import TaskScope
 from core.telemetry import Telemetry
+from gateway.access.assembly import Access, OpenAccess
 from gateway.cors import Cors
-from gateway.edge import Edge, Endpoint, method_not_allowed, not_found
-from gateway.fields import UnknownFields
+from gateway.edge import Door, Edge, Endpoint, Handle, method_not_allowed, not_found, open_door
 from gateway.generation import Generation
 from gateway.legs import Peers
 from gateway.metrics import GatewayMetrics
@@ -41,10 +41,13 @@ class Gateway:
         gateway_id: GatewayId,
         incarnation: Incarnation,
         clock: Clock | None = None,
+        access: Access | None = None,
     ) -> None:
+        """`access` is closed with the gateway; None: nobody is asked for a key."""
         clock = clock or MonotonicClock()
         self._config = config
         self._router = router
+        self._access = access or OpenAccess()
         self._metrics = GatewayMetrics(telemetry.registry)
         self._shelf = ModelShelf(models)
         self.peers = Peers(clients, TokenStreams(clients, gateway_id, incarnation))
@@ -56,34 +59,32 @@ class Gateway:
             max_attempts=config.gateway.limits.max_attempts,
             capacity_patience_s=config.router.placement_wait_s,
         )
-        unknown = UnknownFields(
-            lambda route, count: self._metrics.unknown_fields.labels(route).inc(count),
-            refuse=config.gateway.unknown_fields == "refuse",
-        )
         self._generation = Generation(
             shelf=self._shelf,
             pipeline=Pipeline(router, self.peers, limits, on_end=self._on_end),
             limits=config.gateway.limits,
-            unknown=unknown,
             clock=clock,
             gateway_id=gateway_id,
             incarnation=incarnation,
             on_count=self._on_count,
+            gate=self._access.gate,
         )
         routes = Routes(
             shelf=self._shelf,
             limits=config.gateway.limits,
-            unknown=unknown,
             generation=self._generation,
             reporter=self.reporter,
             telemetry=telemetry,
         )
-        self.asgi = Edge(Cors(_application(self._generation, routes), config.gateway.cors), self._metrics)
+        app = _application(self._generation, routes, self._access)
+        self.paths = tuple(route.path for route in app.routes if isinstance(route, Route))
+        self.asgi = Edge(Cors(app, config.gateway.cors), self._metrics)
 
     def start(self, *, on_broken: Callable[[], None] = lambda: None) -> None:
         """Starts the heartbeat to the router. ``on_broken`` is called if that ends by an error."""
         self._on_broken = on_broken
         self._scope.spawn(self.reporter.run(self._config.router.heartbeat_s), name="reporter")
+        self._access.start(self._metrics, self._break)
 
     async def drain(self) -> None:
         """Ready says no, then new requests are refused; running ones finish, at most for the configured time, and then
@@ -101,6 +102,7 @@ class Gateway:
         await self.peers.drain(ABORT_GRACE_S)
         await self.peers.close()
         await self._router.close()
+        await self._access.close()
         self._shelf.close()
 
     def _on_count(self, num_running: int) -> None:
@@ -116,23 +118,37 @@ class Gateway:
         self.reporter.add(run.record())
 
 
-def _application(generation: Generation, routes: Routes) -> FastAPI:
-    """The route table. Only what stands here is served: no documentation routes, no redirects."""
+def _application(generation: Generation, routes: Routes, access: Access) -> FastAPI:
+    """The route table. Only what stands here is served: no documentation routes, no redirects. Every route has a door,
+    and what is no route has the one of keys: strangers do not learn what exists."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    table = (
-        ("POST", "/v1/chat/completions", generation.chat_completions),
-        ("POST", "/v1/completions", generation.completions),
-        ("GET", "/v1/models", routes.list_models),
-        ("GET", "/v1/models/{name:path}", routes.show_model),
-        ("POST", "/tokenize", routes.tokenize),
-        ("POST", "/detokenize", routes.detokenize),
-        ("GET", "/health", routes.health),
-        ("GET", "/ready", routes.ready),
-        ("GET", "/metrics", routes.metrics),
-    )
-    for method, path, handle in table:
-        app.router.routes.append(Route(path, Endpoint(path, handle), methods=[method]))
-    for method, path, _ in table:
-        app.router.routes.append(Route(path, Endpoint(path, method_not_allowed(method))))
-    app.router.routes.append(Route("/{rest:path}", Endpoint("other", not_found)))
+    key, admin = access.gate.check_key, access.gate.check_admin
+    table: list[tuple[str, str, Door, Handle]] = [
+        ("POST", "/v1/chat/completions", key, generation.chat_completions),
+        ("POST", "/v1/completions", key, generation.completions),
+        ("GET", "/v1/models", key, routes.list_models),
+        ("GET", "/v1/models/{name:path}", key, routes.show_model),
+        ("POST", "/tokenize", key, routes.tokenize),
+        ("POST", "/detokenize", key, routes.detokenize),
+        ("GET", "/health", open_door, routes.health),
+        ("GET", "/ready", open_door, routes.ready),
+        ("GET", "/metrics", open_door if access.are_metrics_open else admin, routes.metrics),
+    ]
+    if access.routes is not None:
+        table.append(("GET", "/v1/usage", key, access.routes.own_usage))
+        if access.has_admin:
+            table += [
+                ("POST", "/admin/keys", admin, access.routes.create_key),
+                ("GET", "/admin/keys", admin, access.routes.list_keys),
+                ("GET", "/admin/keys/{key_id}", admin, access.routes.show_key),
+                ("DELETE", "/admin/keys/{key_id}", admin, access.routes.revoke_key),
+                ("GET", "/admin/usage", admin, access.routes.all_usage),
+            ]
+    methods: dict[str, list[str]] = {}
+    for method, path, door, handle in table:
+        app.router.routes.append(Route(path, Endpoint(path, door, handle), methods=[method]))
+        methods.setdefault(path, []).append(method)
+    for path, allowed in methods.items():
+        app.router.routes.append(Route(path, Endpoint(path, key, method_not_allowed(", ".join(allowed)))))
+    app.router.routes.append(Route("/{rest:path}", Endpoint("other", key, not_found)))
     return app

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from core.errors import Cancelled, InternalError, ServingError
 from core.ids import new_request_id
+from gateway.access.caller import ANYBODY
 from gateway.http import (
     DONE,
     ClientGone,
@@ -36,7 +37,8 @@ PROBES = frozenset({"/health", "/ready", "/metrics"})
 
 
 class Exchange:
-    """One HTTP request and its answer, as the edge sees it. Handlers add `fields` for the log line."""
+    """One HTTP request and its answer, as the edge sees it. Handlers add `fields` for the log line, and `headers`,
+    which go out with whatever is answered."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self.request_id = new_request_id()
@@ -44,6 +46,8 @@ class Exchange:
         self.status = 0
         self.is_stream = False
         self.fields: dict[str, object] = {}
+        self.headers: dict[bytes, bytes] = {}
+        self.caller = ANYBODY
         self._client_id = header(scope, b"x-request-id")
         self._send = send
         self._started = time.monotonic()
@@ -55,7 +59,8 @@ class Exchange:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message["headers"] = [*message["headers"], (b"x-request-id", self.request_id.encode())]
+            own = (*self.headers.items(), (b"x-request-id", self.request_id.encode()))
+            message["headers"] = [*message["headers"], *own]
         await self._send(message)
 
     def write_log(self, scope: Scope) -> None:
@@ -100,17 +105,29 @@ class Edge:
             exchange.write_log(scope)
 
 
-class Endpoint:
-    """A route's handler with the errors of every kind turned into answers. A plain ASGI application."""
+Handle = Callable[[Exchange, Scope, Receive, Send], Awaitable[None]]
+Door = Callable[[Exchange, Scope], Awaitable[None]]
+"""Lets a request through to its handler, or raises. It stands before the handler, not before a path: no spelling of a
+path leads round it."""
 
-    def __init__(self, route: str, handle: Callable[[Exchange, Scope, Receive, Send], Awaitable[None]]) -> None:
+
+async def open_door(exchange: Exchange, scope: Scope) -> None:
+    """For everybody."""
+
+
+class Endpoint:
+    """A route's door and handler, with the errors of every kind turned into answers. A plain ASGI application."""
+
+    def __init__(self, route: str, door: Door, handle: Handle) -> None:
         self._route = route
+        self._door = door
         self._handle = handle
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope[EXCHANGE]
         exchange.route = self._route
         try:
+            await self._door(exchange, scope)
             await self._handle(exchange, scope, receive, send)
         except ClientGone:
             self._note(exchange, Cancelled("the client closed the connection"))
@@ -142,7 +159,7 @@ async def not_found(exchange: Exchange, scope: Scope, receive: Receive, send: Se
     raise NotFound(f"no such path: {scope['path'][:128]}")
 
 
-def method_not_allowed(allowed: str) -> Callable[[Exchange, Scope, Receive, Send], Awaitable[None]]:
+def method_not_allowed(allowed: str) -> Handle:
     async def refuse(exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         error = MethodNotAllowed(f"{scope['method']} is not allowed here; use {allowed}")
         exchange.fields["error"] = error.slug

@@ -7,14 +7,15 @@ from collections.abc import Callable, Sequence
 
 from core.clock import Clock
 from core.config import LimitsConfig
-from core.errors import NoWorker, QueueFull
+from core.errors import Cancelled, NoWorker, QueueFull
 from core.ids import GatewayId, Incarnation, RequestId
 from core.tasks import all_or_none
 from core.types import ChoiceProgress, FinishReason, GenerateRequest
+from gateway.access.gate import Gate
+from gateway.access.reservations import Demand
 from gateway.answers import Answer, ChatAnswer, CompletionAnswer
 from gateway.edge import Exchange
 from gateway.event_stream import EventStream
-from gateway.fields import UnknownFields
 from gateway.http import Receive, Scope, Send, header, read_json_body, send_bytes, until_disconnect
 from gateway.models import ModelShelf
 from gateway.parse import Job, chat_job, completion_job
@@ -41,20 +42,20 @@ class Generation:
         shelf: ModelShelf,
         pipeline: Pipeline,
         limits: LimitsConfig,
-        unknown: UnknownFields,
         clock: Clock,
         gateway_id: GatewayId,
         incarnation: Incarnation,
         on_count: Callable[[int], None],
+        gate: Gate,
     ) -> None:
         self._shelf = shelf
         self._pipeline = pipeline
         self._limits = limits
-        self._unknown = unknown
         self._clock = clock
         self._gateway_id = gateway_id
         self._incarnation = incarnation
         self._on_count = on_count
+        self._gate = gate
         self._num_running = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -79,15 +80,15 @@ class Generation:
 
     async def chat_completions(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         def make_job(raw: bytes) -> Job:
-            body = parse_body(ChatBody, raw, self._unknown)
-            return chat_job(body, self._shelf.get(body.model), self._limits)
+            body = parse_body(ChatBody, raw)
+            return chat_job(body, self._shelf.seen_by(exchange.caller).get(body.model), self._limits)
 
         await self._generate(exchange, scope, receive, send, make_job, ChatAnswer)
 
     async def completions(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         def make_job(raw: bytes) -> Job:
-            body = parse_body(CompletionBody, raw, self._unknown)
-            return completion_job(body, self._shelf.get(body.model), self._limits)
+            body = parse_body(CompletionBody, raw)
+            return completion_job(body, self._shelf.seen_by(exchange.caller).get(body.model), self._limits)
 
         await self._generate(exchange, scope, receive, send, make_job, CompletionAnswer)
 
@@ -138,22 +139,28 @@ class Generation:
     ) -> None:
         job = await self._shelf.run(lambda: make_job(raw))
         answer = answer_class(job, exchange.request_id)
+        ticket = await self._gate.reserve(exchange, _demand(job))
         runs = answer.runs = self._runs(exchange, scope, job, answer, stages)
         if header(scope, b"x-baton-timing") == "1":
             answer.timing = _timing
-        work = (
-            _echo(runs)
-            if job.is_echo_only and not job.scores_echo
-            else all_or_none([self._pipeline.generate(run) for run in runs])
-        )
+        work = _echo(runs) if job.is_echo_only else all_or_none([self._pipeline.generate(run) for run in runs])
+        is_answered = False
         try:
             if job.stream:
                 await EventStream(exchange, send, answer).run(work)
             else:
                 await work
                 await send_bytes(send, 200, answer.whole())
+            is_answered = True
         finally:
+            ticket.settle(usage_of(runs if is_answered else self._charged(runs)))
             exchange.fields |= _log_fields(runs, job)
+
+    def _charged(self, runs: Sequence[Run]) -> list[Run]:
+        """The runs that cost something although there was no whole answer: those that made tokens, and where it was the
+        caller who left, those whose prompt is being read. What fails by our fault before its first token is free."""
+        has_left = not self._stopping.is_set() and all(run.outcome == Cancelled.slug for run in runs)
+        return [run for run in runs if run.num_completion_tokens or (has_left and run.last_placement is not None)]
 
     def _runs(self, exchange: Exchange, scope: Scope, job: Job, answer: Answer, stages: StageClock) -> list[Run]:
         """One for each prompt. Their first bears the id that the caller sees, the others are numbered behind it."""
@@ -166,8 +173,9 @@ class Generation:
                 prompt_token_ids=prompt.token_ids,
                 sampling=job.sampling,
                 choices=tuple(ChoiceProgress(choice=choice) for choice in range(job.sampling.n)),
-                priority=job.priority,
-                cache_salt=job.cache_salt,
+                priority=exchange.caller.rank(job.priority),
+                tenant=exchange.caller.tenant,
+                cache_salt=exchange.caller.salt(job.cache_salt),
                 gateway_id=self._gateway_id,
                 gateway_incarnation=self._incarnation,
                 deadline_s=self._limits.request_timeout_s,
@@ -179,8 +187,7 @@ class Generation:
                 )
                 for choice in range(job.sampling.n)
             ]
-            clock = stages if number == 0 else stages.copy()
-            runs.append(Run(request, choices, clock, is_scoring=job.is_echo_only))
+            runs.append(Run(request, choices, stages if number == 0 else stages.copy()))
             runs[-1].stages.mark("prepare")
         return runs
 
@@ -209,6 +216,18 @@ async def _echo(runs: Sequence[Run]) -> None:
         run.finish()
         for choice in run.choices:
             choice.sink(TextDelta(finish_reason=FinishReason.LENGTH))
+
+
+def _demand(job: Job) -> Demand:
+    max_tokens = 0 if job.is_echo_only else job.sampling.max_tokens
+    lengths = [len(prompt.token_ids) for prompt in job.prompts]
+    return Demand(
+        model=job.model.name,
+        num_prompt_tokens=sum(lengths),
+        num_choices=job.sampling.n * len(lengths),
+        max_tokens=max_tokens,
+        is_open_ended=max(lengths) + max_tokens >= job.model.max_context,
+    )
 
 
 def _timing(run: Run) -> dict[str, object]:

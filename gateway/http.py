@@ -4,13 +4,14 @@ No framework middleware in between: Starlette's convenience class hides disconne
 """
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeVar
 
 import orjson
 
 from core.config import LimitsConfig
-from core.errors import NoWorker, RequestError, ServingError
+from core.errors import NoWorker, QuotaExceeded, RequestError, ServingError
 
 Message = MutableMapping[str, Any]
 """An ASGI message; its shape is the ASGI specification's."""
@@ -163,12 +164,16 @@ def error_value(error: ServingError) -> dict[str, object]:
 
 def error_headers(error: ServingError) -> tuple[Header, ...]:
     headers: list[Header] = []
-    if error.http_status in (429, 503):
-        headers.append((b"retry-after", str(RETRY_AFTER_S).encode()))
+    if error.http_status in (429, 503) and error.retry_after_s != math.inf:
+        wait_s = max(RETRY_AFTER_S, math.ceil(error.retry_after_s or 0))
+        headers.append((b"retry-after", str(wait_s).encode()))
     if error.http_status in (408, 413) or error.code == "draining":
         headers.append((b"connection", b"close"))
-    if error.http_status == 504:
-        headers.append((b"x-should-retry", b"false"))  # the work was long; a client's blind retry triples it
+    if error.http_status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    # The work was long, and a client's blind retry triples it; or trying again cannot help.
+    if error.http_status == 504 or error.retry_after_s == math.inf or isinstance(error, QuotaExceeded):
+        headers.append((b"x-should-retry", b"false"))
     return tuple(headers)
 
 

@@ -19,9 +19,6 @@ class GatewayMetrics:
 
         self.running = Gauge(name("num_requests_running"), "Requests being worked on.", registry=registry)
         self.responses = Counter(name("http_responses"), "HTTP answers.", ("route", "status"), registry=registry)
-        self.unknown_fields = Counter(
-            name("unknown_fields"), "Members of bodies that this API does not know.", ("route",), registry=registry
-        )
         self._requests = Counter(name("requests"), "Requests that ended.", ("model", "outcome"), registry=registry)
         self._attempts = Counter(name("attempts"), "Attempts made, first ones included.", ("model",), registry=registry)
         self._prompt_tokens = Counter(name("prompt_tokens"), "Prompt tokens.", ("model",), registry=registry)
@@ -46,7 +43,17 @@ class GatewayMetrics:
             buckets=_E2E_BUCKETS,
             registry=registry,
         )
+        self._refusals = Counter(
+            name("access_refusals"),
+            "Requests that their key, or the lack of one, did not allow.",
+            ("reason",),
+            registry=registry,
+        )
         self._stage = Counter(name("stage_seconds"), "Where the time went.", ("model", "stage"), registry=registry)
+
+    def observe_refusal(self, reason: str) -> None:
+        """Counts a request that access refused; reasons are a few words."""
+        self._refusals.labels(reason).inc()
 
     def observe(self, run: Run) -> None:
         """Counts a run that has ended."""

@@ -2,13 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
 from core.config import GenerationConfig, ModelConfigSection
 from core.errors import ModelNotFound
+from gateway.access.caller import Caller
 from modelfiles import ChatTemplate, GenerationDefaults, Tokenizer, open_model
 
 NUM_TEXT_THREADS = 2
@@ -53,12 +54,11 @@ def _configured(section: GenerationConfig) -> GenerationDefaults:
     return GenerationDefaults(**said)
 
 
-class ModelShelf:
-    """All served models, and the threads on which text work is done (off the event loop)."""
+class VisibleModels:
+    """The models that exist for one caller. Another tenant's are as if they were not served at all."""
 
-    def __init__(self, models: Iterable[ServedModel]) -> None:
-        self._models = {model.name: model for model in models}
-        self._threads = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="text")
+    def __init__(self, models: Mapping[str, ServedModel]) -> None:
+        self._models = models
 
     def get(self, name: str) -> ServedModel:
         model = self._models.get(name)
@@ -68,10 +68,24 @@ class ModelShelf:
 
     def only(self, name: str | None) -> ServedModel:
         """The named model, or the first one where a route lets the name be absent."""
-        return self.get(name) if name is not None else next(iter(self._models.values()))
+        return self.get(name if name is not None else next(iter(self._models), ""))
 
     def all(self) -> tuple[ServedModel, ...]:
         return tuple(self._models.values())
+
+
+class ModelShelf:
+    """All served models, and the threads on which text work is done (off the event loop)."""
+
+    def __init__(self, models: Iterable[ServedModel]) -> None:
+        self._models = {model.name: model for model in models}
+        self._threads = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="text")
+
+    def seen_by(self, caller: Caller) -> VisibleModels:
+        allowed = caller.models
+        if allowed is None:
+            return VisibleModels(self._models)
+        return VisibleModels({name: model for name, model in self._models.items() if name in allowed})
 
     async def run(self, work: Callable[[], T]) -> T:
         """Runs text work in a thread. Its result is dropped if the caller is cancelled meanwhile."""

@@ -6,7 +6,6 @@ from core.config import LimitsConfig
 from core.errors import InvalidRequest, NoWorker
 from core.telemetry import Telemetry
 from gateway.edge import Exchange
-from gateway.fields import UnknownFields
 from gateway.generation import Generation
 from gateway.http import Receive, Scope, Send, read_json_body, send_bytes, send_json, until_disconnect
 from gateway.models import ModelShelf, ServedModel
@@ -25,14 +24,12 @@ class Routes:
         *,
         shelf: ModelShelf,
         limits: LimitsConfig,
-        unknown: UnknownFields,
         generation: Generation,
         reporter: Reporter,
         telemetry: Telemetry,
     ) -> None:
         self._shelf = shelf
         self._limits = limits
-        self._unknown = unknown
         self._generation = generation
         self._reporter = reporter
         self._telemetry = telemetry
@@ -40,18 +37,19 @@ class Routes:
     # -- models and tokens --------------------------------------------------------------------------------------------
 
     async def list_models(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
-        data = [_model_value(model) for model in self._shelf.all()]
+        data = [_model_value(model) for model in self._shelf.seen_by(exchange.caller).all()]
         await send_json(send, 200, {"object": "list", "data": data})
 
     async def show_model(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_json(send, 200, _model_value(self._shelf.get(scope["path_params"]["name"])))
+        models = self._shelf.seen_by(exchange.caller)
+        await send_json(send, 200, _model_value(models.get(scope["path_params"]["name"])))
 
     async def tokenize(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         raw = await read_json_body(scope, receive, self._limits)
 
         def work() -> bytes:
-            body = parse_body(TokenizeBody, raw, self._unknown)
-            model = self._shelf.only(body.model)
+            body = parse_body(TokenizeBody, raw)
+            model = self._shelf.seen_by(exchange.caller).only(body.model)
             token_ids = tokenize(body, model)
             return orjson.dumps(
                 {
@@ -70,8 +68,8 @@ class Routes:
         raw = await read_json_body(scope, receive, self._limits)
 
         def work() -> bytes:
-            body = parse_body(DetokenizeBody, raw, self._unknown)
-            model = self._shelf.only(body.model)
+            body = parse_body(DetokenizeBody, raw)
+            model = self._shelf.seen_by(exchange.caller).only(body.model)
             if len(body.tokens) > MAX_DETOKENIZE:
                 raise InvalidRequest(f"'tokens' may hold at most {MAX_DETOKENIZE} ids", param="tokens")
             token_ids = check_token_ids(body.tokens, model, "tokens")

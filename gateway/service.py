@@ -14,6 +14,7 @@ from core.errors import ConfigError, InternalError
 from core.ids import GatewayId, new_incarnation
 from core.tasks import TaskScope
 from core.telemetry import Telemetry, setup_telemetry
+from gateway.access.assembly import open_access
 from gateway.app import Gateway
 from gateway.models import ServedModel
 from gateway.ports import RpcClients
@@ -67,6 +68,8 @@ async def _serve(
     gateway_id: GatewayId,
     on_listening: Callable[[str], None] | None,
 ) -> None:
+    incarnation = new_incarnation()
+    access = await open_access(config.gateway.access, incarnation=incarnation)
     gateway = Gateway(
         config,
         router=RouterClient(config.router.listen),
@@ -74,7 +77,8 @@ async def _serve(
         models=models,
         telemetry=telemetry,
         gateway_id=gateway_id,
-        incarnation=new_incarnation(),
+        incarnation=incarnation,
+        access=access,
     )
     host, _ = split_address(config.gateway.listen)
     address = f"{host}:{listener.getsockname()[1]}"

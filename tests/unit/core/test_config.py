@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from core.config import DEFAULT_MODEL, child_environment, dump_config, load_config
+from core.config import DEFAULT_MODEL, child_environment, dump_config, load_config, read_secret
 from core.errors import ConfigError
 from core.types import Role
 
@@ -63,6 +63,52 @@ def test_a_bad_setting_is_one_line_that_names_the_key(override: str, named: str)
         load_config(overrides=[override], environ={})
     assert named in caught.value.message
     assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "10.0.0.1", "gateway.internal", "127.0.0.1.example.org", "0"])
+def test_without_keys_only_this_machine_is_served(host: str) -> None:
+    listen = f"gateway.listen='{host}:8000'"
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides=[listen], environ={})
+    assert "gateway.access.database" in caught.value.message
+    config = load_config(overrides=[listen, "gateway.access.database=keys.db"], environ={})
+    assert config.gateway.listen == f"{host}:8000"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "[::1]", "localhost"])
+def test_this_machine_is_served_without_keys(host: str) -> None:
+    assert not load_config(overrides=[f"gateway.listen='{host}:8000'"], environ={}).gateway.access.has_keys
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("database=postgresql://u:hush@h/db", "database_password_file"),
+        ("database=postgresql://h/db?password=hush", "BATON_DATABASE_PASSWORD"),
+        ("limits_store=redis://:hush@h/0", "limits_password_file"),
+        ("database=mysql://u:hush@h/db", "postgresql://"),
+        ("limits_store=memcached://hush", "redis://"),
+    ],
+)
+def test_no_password_stands_in_a_configuration(setting: str, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides=[f"gateway.access.{setting}"], environ={})
+    assert told in caught.value.message
+    assert "hush" not in caught.value.message
+
+
+def test_a_secret_is_read_from_a_file_or_else_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_ADMIN_KEY", "from the environment")
+    path = tmp_path / "secret"
+    path.write_text(" from a file\n")
+    assert read_secret("BATON_ADMIN_KEY", None) == "from the environment"
+    assert read_secret("BATON_ADMIN_KEY", str(path)) == "from a file"
+    path.write_text("\n")
+    for bad in (path, tmp_path / "none"):
+        with pytest.raises(ConfigError, match=str(bad)):
+            read_secret("BATON_ADMIN_KEY", str(bad))
 
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "a: [", "\xff"])
