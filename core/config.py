@@ -255,6 +255,8 @@ class TransferConfig(_Section):
     lease_s: float = Field(default=15, gt=0)
     renew_s: float = Field(default=4, gt=0)
     digest: DigestKind = DigestKind.WSUM64
+    early_reads: bool = True
+    """Blocks of a prompt move while the rest of it is computed."""
     stall_s: float = Field(default=10, gt=0)
     """A transfer without progress for so long is given up; its blocks stay in custody until it is terminal."""
     handshake_s: float = Field(default=5, gt=0)

@@ -178,6 +178,8 @@ class StageTimes:
     """D: from runnable to the first step that ran it."""
     decode_s: float = 0.0
     transfer_bytes: int = 0
+    transfer_early_bytes: int = 0
+    """Of those, what had arrived when the grant was there."""
     transfer_backend: str = ""
     num_prompt_tokens_computed: int = 0
     num_cached_tokens: int = 0

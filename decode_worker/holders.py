@@ -14,7 +14,6 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -27,6 +26,7 @@ from core.handoff import (
     LeaseRef,
     Open,
     PeerInfo,
+    Ready,
     Refused,
     Release,
     Renew,
@@ -61,13 +61,29 @@ Dial = Callable[[WorkerAddress], HandoffStream]
 """Makes a stream; the I/O begins with ``connect``."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _Expected:
-    """A hand-off we opened. ``lease`` is known from Sealed on; it is renewed until released."""
+class Offer:
+    """A hand-off we opened, as its holder tells of it: any number of Ready, then Sealed, or the error that ended it."""
 
-    sealed: "asyncio.Future[Sealed]"
-    attempt: int
-    lease: LeaseRef | None = None
+    def __init__(self) -> None:
+        self._messages: asyncio.Queue[Ready | Sealed | ServingError] = asyncio.Queue()
+        self._is_over = False
+        self.lease: LeaseRef | None = None
+        """Known from Sealed on; it is renewed until released."""
+
+    async def next(self) -> Ready | Sealed:
+        """What the holder said next. Raises its refusal, or the loss of the holder. Nothing follows Sealed."""
+        message = await self._messages.get()
+        if isinstance(message, ServingError):
+            raise message
+        return message
+
+    def put(self, message: Ready | Sealed | ServingError) -> None:
+        """Whatever follows the end changes nothing."""
+        if not self._is_over:
+            self._is_over = not isinstance(message, Ready)
+            if isinstance(message, Sealed):
+                self.lease = message.grant.lease
+            self._messages.put_nowait(message)
 
 
 class Holder:
@@ -89,7 +105,7 @@ class Holder:
         self._is_superseded = is_superseded
         self.address = address
         self._outgoing: asyncio.Queue[ToHolder] = asyncio.Queue()
-        self._expected: dict[HandoffId, _Expected] = {}
+        self._offers: dict[HandoffId, Offer] = {}
         self._link: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
         self._link.add_done_callback(_take_error)
         self._lost: ServingError | None = None
@@ -125,30 +141,26 @@ class Holder:
         """The proven link. Raises a typed error when the handshake fails."""
         return await asyncio.shield(self._link)
 
-    def open(self, message: Open) -> "asyncio.Future[Sealed]":
-        """Ask for a hand-off. The future ends with Sealed, or with the holder's refusal."""
-        future: asyncio.Future[Sealed] = asyncio.get_running_loop().create_future()
-        future.add_done_callback(_take_error)
+    def open(self, message: Open) -> Offer:
+        """Ask for a hand-off."""
+        offer = Offer()
         if self._lost is not None:
-            future.set_exception(self._lost)
-            return future
-        self._expected[message.handoff_id] = _Expected(sealed=future, attempt=message.attempt)
+            offer.put(self._lost)
+            return offer
+        self._offers[message.handoff_id] = offer
         self._outgoing.put_nowait(message)
-        return future
+        return offer
 
     def release(
         self, handoff_id: HandoffId, lease: LeaseRef, attempt: int, outcome: HandoffOutcome, num_bytes: int
     ) -> None:
         """The claim is over. Legal in every state, idempotent at the holder."""
-        self._expected.pop(handoff_id, None)
+        self._offers.pop(handoff_id, None)
         self._send(Release(handoff_id=handoff_id, lease=lease, attempt=attempt, outcome=outcome, num_bytes=num_bytes))
 
     def abort(self, handoff_id: HandoffId, attempt: int, reason: str) -> None:
         """Give the hand-off up before its grant was taken."""
-        expected = self._expected.pop(handoff_id, None)
-        if expected is not None:
-            if not expected.sealed.done():
-                expected.sealed.cancel()
+        if self._offers.pop(handoff_id, None) is not None:
             self._given_up[handoff_id] = attempt
             if len(self._given_up) > _REMEMBERED:
                 self._given_up.popitem(last=False)
@@ -181,27 +193,29 @@ class Holder:
 
     def _handle(self, reply: ToReader) -> None:
         match reply:
+            case Ready():
+                offer = self._offers.get(reply.handoff_id)
+                if offer is not None:
+                    offer.put(reply)
             case Sealed():
-                expected = self._expected.get(reply.handoff_id)
-                if expected is None or expected.sealed.cancelled():
+                offer = self._offers.get(reply.handoff_id)
+                if offer is None:
                     # Nobody waits any more: the attempt was aborted while this was under way.
                     attempt = self._given_up.get(reply.handoff_id, 0)
                     self.release(reply.handoff_id, reply.grant.lease, attempt, HandoffOutcome.ABORTED, 0)
-                elif not expected.sealed.done():
-                    expected.lease = reply.grant.lease
-                    expected.sealed.set_result(reply)
+                else:
+                    offer.put(reply)
             case Refused() | Ended():
-                expected = self._expected.get(reply.handoff_id)
-                if expected is not None and not expected.sealed.done():
-                    error = error_from_slug(reply.slug, reply.message, worker_id=self.address.worker_id)
-                    expected.sealed.set_exception(error)
+                offer = self._offers.get(reply.handoff_id)
+                if offer is not None:
+                    offer.put(error_from_slug(reply.slug, reply.message, worker_id=self.address.worker_id))
             case _:
                 log.warning("unexpected hand-off message", extra={"kind": type(reply).__name__})
 
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(self._context.config.transfer.renew_s)
-            leases = tuple(item.lease for item in self._expected.values() if item.lease is not None)
+            leases = tuple(offer.lease for offer in self._offers.values() if offer.lease is not None)
             if leases:
                 self._send(Renew(leases=leases))
 
@@ -209,10 +223,9 @@ class Holder:
         self._lost = error
         if not self._link.done():
             self._link.set_exception(error)
-        for expected in self._expected.values():
-            if not expected.sealed.done():
-                expected.sealed.set_exception(error)
-        self._expected.clear()
+        for offer in self._offers.values():
+            offer.put(error)
+        self._offers.clear()
         log.info("holder lost", extra={"holder": self.address.worker_id, "reason": error.message})
 
 
@@ -268,7 +281,7 @@ class Holders:
 
 
 def _take_error(future: "asyncio.Future[Any]") -> None:
-    """It may go unawaited: whoever waits on link and grant fails by the first of them."""
+    """It may go unawaited: a holder can be lost before anybody waits for its link."""
     if not future.cancelled():
         future.exception()
 

@@ -4,6 +4,8 @@ An admission at D::
 
     QUEUED --room--> RESERVED --local--------------------------------------------------> RUNNING --> over
                         `--split: Open--> OPENED --Sealed--> FETCHING --quiet, verified--> RUNNING
+                                           |  ^
+                                           '--' Ready: blocks move early (reading.py)
     any state --abort | deadline | typed failure--> over
 
 QUEUED ends by room or by the deadline (the request's, which bounds every state here). OPENED also ends when the holder
@@ -19,17 +21,18 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from core.errors import DigestMismatch, LayoutMismatch, PeerLost, ServingError, StaleLease
-from core.handoff import DigestKind, Grant, HandoffOutcome, LeaseRef, Open, Sealed
+from core.errors import LayoutMismatch
+from core.handoff import DigestKind, Grant, HandoffOutcome, Open, Sealed
 from core.ids import Incarnation, RequestId
 from core.types import AdmitRequest, FirstToken, Mode, StageTimes
 from decode_worker.holders import Holders
+from decode_worker.reading import Reading
 from engine.block_pool import Reservation
 from engine.grammar import CompiledGrammar
 from engine.sequence import Sequence, SequenceKey
-from kvtransfer.fetch import FetchRequest, FetchResult
+from kvtransfer.backends.base import Link
+from kvtransfer.fetch import FetchResult, outcome_of
 from kvtransfer.transfer_thread import TransferThread
-from kvtransfer.validate import check_read
 from worker.context import WorkerContext
 
 log = logging.getLogger(__name__)
@@ -77,7 +80,6 @@ class Admission:
     marks: dict[str, float] = field(default_factory=dict)
     """``time.monotonic`` of state changes: they become the stage times."""
     fetch: FetchResult | None = None
-    validated_at: float | None = None
 
     @property
     def key(self) -> AttemptKey:
@@ -128,6 +130,7 @@ class Admission:
             decode_queue_s=0.0 if is_local else queue_s,
             decode_s=max(0.0, ended_at - decode_from),
             transfer_bytes=0 if self.fetch is None else self.fetch.num_bytes,
+            transfer_early_bytes=0 if self.fetch is None else self.fetch.early_bytes,
             transfer_backend="" if self.fetch is None else self.fetch.backend,
             num_prompt_tokens_computed=0 if sequence is None else sequence.num_prompt_computed,
             num_cached_tokens=sequence.num_cached if sequence is not None and is_local else 0,
@@ -181,12 +184,12 @@ class Intake:
 
     async def _move(self, admission: Admission, *, num_held: int) -> tuple[Sealed, list[int]]:
         """The granted blocks, read and verified."""
-        asked, failpoints = admission.asked, self._context.failpoints
+        asked, context = admission.asked, self._context
         assert asked.prefill is not None
         holder = self._holders.get(asked.prefill)
         admission.enter(AdmissionState.OPENED)
         request = asked.request
-        opened = holder.open(
+        offer = holder.open(
             Open(
                 handoff_id=asked.handoff_id,
                 request_id=request.request_id,
@@ -197,41 +200,45 @@ class Intake:
             )
         )
         try:
-            await failpoints.reach("decode.opened")
+            await context.failpoints.reach("decode.opened")
             link = await holder.link()
-            sealed = await opened
         except BaseException:
             holder.abort(asked.handoff_id, request.attempt, "the claimant gave up")
             raise
-        admission.enter(AdmissionState.FETCHING)
-        outcome, num_bytes = HandoffOutcome.ABORTED, 0
-        blocks: list[int] = []
-        try:
-            _check_firsts(sealed.first_tokens, admission)
-            self._check_grant(sealed.grant, admission, num_held)
-            blocks = self._context.engine.pool.allocate(len(sealed.grant.block_ids), admission.reservation)
-            await failpoints.reach("decode.granted")
-            transfer = self._transfers.fetch(link, self._fetch_request(sealed.grant, blocks, admission))
+        async with self._reading(admission, link, num_held) as reading:
             try:
-                result = await asyncio.wrap_future(transfer.result)
-            except asyncio.CancelledError:
-                transfer.abandon()
+                while not isinstance(message := await offer.next(), Sealed):
+                    await context.failpoints.reach("decode.ready")
+                    reading.take(message)
+            except BaseException:
+                holder.abort(asked.handoff_id, request.attempt, "the claimant gave up")
                 raise
-            admission.fetch = result
-            num_bytes = result.num_bytes
-            outcome = await self._verify(sealed.grant, blocks, result)
-            await failpoints.reach("decode.fetched")
-            if outcome is not HandoffOutcome.OK:
-                raise result.error() or PeerLost("the transfer failed")
-            if not transfer.quiet.done():
-                await asyncio.wrap_future(transfer.quiet)
-        except BaseException as error:
-            outcome = _outcome_of(error, outcome)
-            self._context.engine.pool.free(blocks)  # blocks in custody stay pinned until they are quiet
-            raise
-        finally:
-            holder.release(asked.handoff_id, sealed.grant.lease, request.attempt, outcome, num_bytes)
-        return sealed, blocks
+            admission.enter(AdmissionState.FETCHING)
+            outcome = HandoffOutcome.OK
+            try:
+                _check_firsts(message.first_tokens, admission)
+                self._check_grant(message.grant, admission, num_held)
+                await context.failpoints.reach("decode.granted")
+                blocks = await reading.finish(message.grant)
+            except BaseException as error:
+                outcome = outcome_of(error)
+                raise
+            finally:
+                admission.fetch = reading.result
+                num_bytes = 0 if reading.result is None else reading.result.num_bytes
+                holder.release(asked.handoff_id, message.grant.lease, request.attempt, outcome, num_bytes)
+        return message, blocks
+
+    def _reading(self, admission: Admission, link: Link, num_held: int) -> Reading:
+        return Reading(
+            self._context,
+            self._transfers,
+            link,
+            transfer_id=next(self._transfer_ids),
+            indices=range(num_held, self._context.geometry.blocks_for(admission.num_tokens)),
+            reservation=admission.reservation,
+            deadline_at=admission.deadline_at,
+        )
 
     def _check_grant(self, grant: Grant, admission: Admission, num_held: int) -> None:
         """It is about this prompt, and nothing is missing between what is here and what it gives."""
@@ -240,28 +247,6 @@ class Intake:
             raise LayoutMismatch(f"the grant is for {grant.num_tokens} tokens, the request has {admission.num_tokens}")
         if grant.first_block > num_held:
             raise LayoutMismatch(f"the grant begins at block {grant.first_block}, {num_held} blocks are here")
-
-    async def _verify(self, grant: Grant, blocks: list[int], result: FetchResult) -> HandoffOutcome:
-        """The verdict on what was read: OK, or the outcome of the fetch. Raises StaleLease or DigestMismatch."""
-        if result.outcome is not HandoffOutcome.OK and not (
-            result.outcome is HandoffOutcome.PEER_LOST and result.is_data_complete
-        ):
-            return result.outcome
-        digester = self._context.digester
-        made = await asyncio.to_thread(digester.digest, blocks)
-        snapshot = result.snapshot if result.outcome is HandoffOutcome.OK else None
-        check_read(grant, snapshot, made, num_kv_heads=self._context.geometry.num_kv_heads)
-        return HandoffOutcome.OK
-
-    def _fetch_request(self, grant: Grant, blocks: list[int], admission: Admission) -> FetchRequest:
-        return FetchRequest(
-            transfer_id=next(self._transfer_ids),
-            remote_blocks=grant.block_ids,
-            local_blocks=tuple(blocks),
-            lease=LeaseRef(lease_id=grant.lease.lease_id, epoch=grant.lease.epoch),
-            slot=grant.slot,
-            deadline_s=max(0.001, admission.deadline_at - self._context.clock.now()),
-        )
 
     def _sequences(self, admission: Admission, choices: list[int]) -> list[Sequence]:
         """One for each of ``choices``, with its part of what was reserved."""
@@ -293,16 +278,3 @@ def _check_firsts(firsts: tuple[FirstToken, ...], admission: Admission) -> None:
         raise LayoutMismatch(f"first tokens of choices {choices} came, {admission.choices} were asked")
     if all(first.finish_reason is not None for first in firsts):
         raise LayoutMismatch("every choice ended at its first token: there is nothing to hand off")
-
-
-def _outcome_of(error: BaseException, known: HandoffOutcome) -> HandoffOutcome:
-    """What is told to the holder when a fetch ends by ``error``."""
-    if isinstance(error, DigestMismatch):
-        return HandoffOutcome.DIGEST_MISMATCH
-    if isinstance(error, StaleLease):
-        return HandoffOutcome.STALE_LEASE
-    if isinstance(error, LayoutMismatch):
-        return HandoffOutcome.INCOMPATIBLE
-    if known is HandoffOutcome.OK or not isinstance(error, ServingError):
-        return HandoffOutcome.ABORTED
-    return known

@@ -62,6 +62,7 @@ class BlockPool:
         self._in_use = [0] * num_blocks
         self._leases = [0] * num_blocks
         self._custody = [0] * num_blocks
+        self._generations = [0] * num_blocks
         self._cache = PrefixCache()
         self._num_in_use = 0
         self._num_leased = 0
@@ -115,6 +116,11 @@ class BlockPool:
         with self._lock:
             is_alone = self._in_use[block] == 1 and not self._leases[block] and not self._custody[block]
             return is_alone and not self._cache.has_content(block)
+
+    def generations(self, blocks: Sequence[int]) -> list[int]:
+        """How often each block was given out for new content: a complete block does not change within one."""
+        with self._lock:
+            return [self._generations[block] for block in blocks]
 
     def publish(self, blocks: Sequence[int], hashes: Sequence[BlockHash]) -> None:
         """The held ``blocks`` are complete and hold what ``hashes`` name: others may share them from now on."""
@@ -208,6 +214,7 @@ class BlockPool:
         fresh = [self._free.pop() if self._free else self._cache.evict() for _ in range(num_blocks - len(hits))]
         for block in fresh:
             self._in_use[block] = 1
+            self._generations[block] += 1
         self._num_in_use += len(fresh)
         return hits + fresh, len(hits)
 

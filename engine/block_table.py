@@ -92,6 +92,14 @@ class BlockTables:
             self._pool.publish(sequence.block_table[fresh], hashes[fresh])
             sequence.num_published = num_complete
 
+    def lease_complete(self, sequence: EngineSequence) -> list[int]:
+        """Lease its complete blocks that are not leased yet; returns them."""
+        num_complete = sequence.num_computed // self._block_size
+        fresh = sequence.block_table[sequence.num_leased : num_complete]
+        self._pool.lease(fresh)
+        sequence.num_leased = max(sequence.num_leased, num_complete)
+        return fresh
+
     def fork(self, parent: EngineSequence, child: EngineSequence) -> None:
         """Give ``child`` the blocks of the ``num_computed`` tokens that it says it has in common with ``parent``."""
         num_common = child.num_computed
@@ -110,7 +118,7 @@ class BlockTables:
             self._pool.forget(sequence.block_table)
         self._pool.free(sequence.block_table)
         sequence.block_table = []
-        sequence.num_published = 0
+        sequence.num_published = sequence.num_leased = 0
         sequence.has_unverified_kv = sequence.has_foreign_tail = False
         if sequence.reservation is not None:
             sequence.reservation.release()

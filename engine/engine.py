@@ -86,12 +86,30 @@ class SequenceOutput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeasedBlocks:
+    """Complete blocks of a sequence that is leased early, from ``first_block`` of it on. Computed, immutable, and
+    leased in the pool once more: the leases are for the reader of the result to end, whatever becomes of the
+    sequence."""
+
+    sequence: Sequence
+    first_block: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """One forward pass (or none, when nothing could run)."""
 
     outputs: tuple[SequenceOutput, ...] = ()
     num_tokens: int = 0
-    num_preempted: int = 0
+    preempted: tuple[Sequence, ...] = ()
+    """They start over in other blocks, before this pass."""
+    leased: tuple[LeasedBlocks, ...] = ()
+    """Of sequences with more of their prompt to compute: whose first token is here is leased by whoever takes it."""
+
+    @property
+    def num_preempted(self) -> int:
+        return len(self.preempted)
 
 
 class Engine:
@@ -230,19 +248,23 @@ class Engine:
         for sequence, error in schedule.failed:
             del self._sequences[sequence.key]
             outputs.append(SequenceOutput(sequence=sequence, error=error))
+        leased: list[LeasedBlocks] = []
         if schedule.chunks:
+            unfinished = [x.sequence for x in schedule.chunks if x.sequence.is_leased_early and not x.is_sampled]
             outputs += self._run(schedule.chunks)
+            leased += map(self._lease_complete, unfinished)
         totals = self._totals
         self._totals = replace(
             totals,
             tokens_generated=totals.tokens_generated + sum(output.error is None for output in outputs),
-            num_preemptions=totals.num_preemptions + schedule.num_preempted,
+            num_preemptions=totals.num_preemptions + len(schedule.preempted),
             num_failed=totals.num_failed + sum(output.error is not None for output in outputs),
         )
         return StepResult(
             outputs=tuple(outputs),
             num_tokens=sum(chunk.num_tokens for chunk in schedule.chunks),
-            num_preempted=schedule.num_preempted,
+            preempted=schedule.preempted,
+            leased=tuple(leased),
         )
 
     @torch.inference_mode()
@@ -279,6 +301,11 @@ class Engine:
             num_padded_rows=totals.num_padded_rows + len(batch.tokens_T) - batch.num_tokens,
         )
         return [self._apply(chunk.sequence, each) for chunk, each in zip(batch.sampled, sampled, strict=True)]
+
+    def _lease_complete(self, sequence: Sequence) -> LeasedBlocks:
+        first = sequence.num_leased
+        blocks = tuple(self._tables.lease_complete(sequence))
+        return LeasedBlocks(sequence=sequence, first_block=first, blocks=blocks)
 
     def _apply(self, sequence: Sequence, sampled: Sampled) -> SequenceOutput:
         if sampled.error is not None:

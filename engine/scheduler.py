@@ -72,7 +72,7 @@ class Schedule:
     chunks: tuple[Chunk, ...] = ()
     failed: tuple[tuple[Sequence, ServingError], ...] = ()
     """Sequences that could never fit; already finished, their blocks free."""
-    num_preempted: int = 0
+    preempted: tuple[Sequence, ...] = ()
 
 
 class Scheduler:
@@ -130,9 +130,9 @@ class Scheduler:
     def schedule(self) -> Schedule:
         """What the next step computes. Every chunk's blocks are in its sequence's table, and its own to write."""
         failed: list[tuple[Sequence, ServingError]] = []
-        num_preempted = self._extend_running(failed)
+        preempted = self._extend_running(failed)
         self._start_waiting(failed)
-        return Schedule(chunks=self._spend_budget(), failed=tuple(failed), num_preempted=num_preempted)
+        return Schedule(chunks=self._spend_budget(), failed=tuple(failed), preempted=tuple(preempted))
 
     def complete(self, chunk: Chunk, *, is_broken: bool = False) -> int:
         """The chunk is computed; unless its scores are ``is_broken``, others may share what it filled. Returns how many
@@ -147,8 +147,8 @@ class Scheduler:
 
     # -- 1. blocks for the running ------------------------------------------------------------------------------------
 
-    def _extend_running(self, failed: list[tuple[Sequence, ServingError]]) -> int:
-        num_preempted = 0
+    def _extend_running(self, failed: list[tuple[Sequence, ServingError]]) -> list[Sequence]:
+        preempted: list[Sequence] = []
         for sequence in tuple(self.running):
             if sequence.state is not SequenceState.RUNNING:
                 continue  # preempted for one before it a moment ago
@@ -163,10 +163,10 @@ class Scheduler:
                         continue
                 victim = self.running[-1]
                 self._preempt(victim)
-                num_preempted += 1
+                preempted.append(victim)
                 if victim is sequence:
                     break
-        return num_preempted
+        return preempted
 
     def _take_from_waiting(self, first: Sequence) -> bool:
         """Take blocks from one waiting sequence behind ``first`` that cannot start. False when there is none.

@@ -87,6 +87,10 @@ class Sequence:
     """It was forked: behind its tokens its last block holds what another sequence wrote there."""
     num_published: int = 0
     """Its first so many blocks are known to the prefix cache."""
+    is_leased_early: bool = False
+    """Its complete blocks are leased as soon as they are computed (:attr:`engine.engine.StepResult.leased`)."""
+    num_leased: int = 0
+    """Its first so many blocks were leased that way."""
     num_preemptions: int = 0
     grammar: GrammarState | None = None
     """Started from the compiled ``sampling.grammar`` by whoever makes the sequence."""

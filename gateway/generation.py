@@ -246,6 +246,7 @@ def _timing(run: Run) -> dict[str, object]:
         "prefill_worker": record.prefill_worker,
         "decode_worker": record.decode_worker,
         "transfer_bytes": times.transfer_bytes if times else 0,
+        "transfer_early_bytes": times.transfer_early_bytes if times else 0,
         "transfer_backend": times.transfer_backend if times else "",
         "transfer_ms": _ms(times.transfer_s) if times else 0.0,
     }

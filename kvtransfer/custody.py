@@ -67,6 +67,16 @@ class Custody:
             self._pool.take_custody(blocks)
             self._blocks[transfer_id] = tuple(blocks)
 
+    def extend(self, transfer_id: int, blocks: Sequence[int]) -> bool:
+        """More blocks for a transfer under way. False, and nothing has changed, when its custody has ended."""
+        with self._lock:
+            known = self._blocks.get(transfer_id)
+            if known is None:
+                return False
+            self._pool.take_custody(blocks)
+            self._blocks[transfer_id] = (*known, *blocks)
+            return True
+
     def quarantine(self, transfer_id: int, now: float) -> None:
         """The request is over, the operations are not."""
         with self._lock:

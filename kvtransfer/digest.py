@@ -16,6 +16,7 @@ mod 2^64, so every change of a single word is seen; unequal weights, so reorderi
 debugging. Digests travel as little-endian uint64, block first. A unit that is no multiple of 8 bytes is zero-padded.
 """
 
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
@@ -139,6 +140,51 @@ def _weights(num_bytes: int) -> NDArray[np.uint64]:
     weights = np.arange(num_words, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
     weights.setflags(write=False)
     return weights
+
+
+class DigestMemory:
+    """Digests of complete blocks, made once for as long as a block keeps its content. Safe from any thread.
+
+    ``generations(blocks)`` says how often each block was given out for new content: a complete block does not change
+    within one of them, so equal numbers before and after mean that a digest is that of the block.
+    """
+
+    def __init__(self, digester: Digester, generations: Callable[[Sequence[int]], Sequence[int]]) -> None:
+        self._digester = digester
+        self._generations = generations
+        self._lock = threading.Lock()
+        geometry = digester.geometry
+        self._made = np.zeros((geometry.num_blocks, geometry.num_kv_heads), dtype="<u8")
+        self._made_in = np.full(geometry.num_blocks, -1, dtype=np.int64)
+        self.num_made = 0
+        """Blocks that were digested, since start."""
+
+    @property
+    def kind(self) -> DigestKind:
+        return self._digester.kind
+
+    def digest(self, blocks: Sequence[int], *, num_complete: int) -> bytes:
+        """As :meth:`Digester.digest`. The first ``num_complete`` of ``blocks`` are complete: they are remembered, the
+        others are digested each time. The caller holds the blocks."""
+        if self.kind is DigestKind.OFF or not blocks:
+            return b""
+        ids = np.asarray(blocks, dtype=np.int64)
+        generations = np.asarray(self._generations(blocks), dtype=np.int64)
+        with self._lock:
+            is_known = self._made_in[ids] == generations
+            out = self._made[ids]
+        is_known[num_complete:] = False
+        fresh = np.flatnonzero(~is_known)
+        made = self._digester.digest(ids[fresh].tolist())
+        out[fresh] = np.frombuffer(made, dtype="<u8").reshape(-1, out.shape[1])
+        kept = fresh[fresh < num_complete]
+        now = np.asarray(self._generations(ids[kept].tolist()), dtype=np.int64)
+        kept = kept[now == generations[kept]]
+        with self._lock:
+            self._made[ids[kept]] = out[kept]
+            self._made_in[ids[kept]] = generations[kept]
+            self.num_made += len(fresh)
+        return out.tobytes()
 
 
 def wsum64(ranges: NDArray[np.uint8]) -> NDArray[np.uint64]:

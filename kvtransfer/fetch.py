@@ -1,6 +1,6 @@
 """What a fetch is asked and what it answers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
@@ -19,6 +19,8 @@ from core.errors import (
 from core.handoff import HandoffOutcome, LeaseRef
 
 T = TypeVar("T")
+AddBlocks = Callable[[Sequence[int], Sequence[int], bool], "Future[bool]"]
+"""Remote blocks, local blocks, whether they are the last."""
 
 _ERRORS: dict[HandoffOutcome, type[ServingError]] = {
     HandoffOutcome.STALE_LEASE: StaleLease,
@@ -49,6 +51,8 @@ class FetchRequest:
     """Place of ``local_blocks[0]``, in blocks of ours."""
     deadline_s: float
     """From now; a fetch that is not over by then is ABORTED."""
+    is_open: bool = False
+    """Blocks will be added (:meth:`Transfer.more`); the slot is read after the last of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +84,8 @@ class FetchResult:
     num_copies: int
     snapshot: bytes | None
     """The slot as read after the data was complete; None when it never was."""
+    early_bytes: int = 0
+    """That had arrived before the last blocks of an open fetch were added."""
     is_data_complete: bool
     """Every block arrived. With PEER_LOST and equal digests the data may be used (design.md 4)."""
     times: FetchTimes
@@ -94,6 +100,14 @@ def error_of(outcome: HandoffOutcome, detail: str) -> ServingError:
     return _ERRORS[outcome](detail or outcome.value)
 
 
+def outcome_of(error: BaseException) -> HandoffOutcome:
+    """What is told to the holder when a claim ends by ``error``."""
+    for outcome, cls in _ERRORS.items():
+        if isinstance(error, cls):
+            return outcome
+    return HandoffOutcome.ABORTED
+
+
 class Transfer:
     """A fetch under way. Both futures always end, and cannot be cancelled from outside: use :meth:`abandon`."""
 
@@ -104,10 +118,22 @@ class Transfer:
         self.quiet: Future[None] = pinned_future()
         """No operation can touch the local blocks any more; custody has ended."""
         self._abandon: Callable[[], object] | None = None
+        self._more: AddBlocks | None = None
 
-    def on_abandon(self, callback: Callable[[], object]) -> None:
+    def bind(self, *, abandon: Callable[[], object], more: "AddBlocks") -> None:
         """For the transfer thread: how it is told."""
-        self._abandon = callback
+        self._abandon, self._more = abandon, more
+
+    def more(
+        self, remote_blocks: Sequence[int], local_blocks: Sequence[int], *, is_last: bool = False
+    ) -> "Future[bool]":
+        """Add blocks to an open fetch (any thread), both lists from the same token on; the local ones are in custody
+        when this returns. The future is True once they have arrived, False when the fetch ended before.
+
+        Raises LayoutMismatch for block ids outside the geometries; then nothing has changed.
+        """
+        assert self._more is not None, "the fetch was not begun"
+        return self._more(remote_blocks, local_blocks, is_last)
 
     def abandon(self) -> None:
         """Nobody wants the result (any thread, idempotent). ``result`` ends soon, ``quiet`` when it is true."""

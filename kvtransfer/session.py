@@ -4,18 +4,24 @@ effects.
 ::
 
     NEW -- Start --> POSTING -- last chunk posted --> WIRE -- all arrived --> VALIDATING -- slot read --> OK
-     |                  |                               |                        |    `-- epoch changed --> REJECTED
+     |                ^ |                             ^ |                        |    `-- epoch changed --> REJECTED
+     |           More | |                        Last | | all arrived, more      |
+     |                | |                             | v will be announced      |
+     |                `-|--------- More | Last ---- EXPECTING                    |
      |                  `---------------+---------------+------------------------'
      |                                  | Abort | Failed | stall | deadline
      |                                  v
      |                              DRAINING -- every operation terminal --> FAILED | ABORTED
      `-- Abort | deadline -----------------------------------------------> FAILED | ABORTED
 
-    Without chunks Start leads straight to VALIDATING. BackendClosed ends every phase: nothing is pending then.
+    A fetch that is *open* grows while the source is still filled: More adds chunks (in POSTING, WIRE and EXPECTING),
+    and the last More closes it. Only then, and after all data, is the slot read. Without chunks a closed fetch goes
+    straight to VALIDATING. BackendClosed ends every phase: nothing is pending then.
 
 NEW is "queued": it ends with Start, Abort or the deadline. POSTING, WIRE and VALIDATING end with their operations,
-the stall limit or the deadline. DRAINING has no deadline on purpose: only the truth about the operations ends it
-(alarm and restart are the worker's, by the quarantine gauge).
+the stall limit or the deadline. EXPECTING, where nothing is in flight, ends with More, Abort or the deadline: how long
+the source takes is no stall. DRAINING has no deadline on purpose: only the truth about the operations ends it (alarm
+and restart are the worker's, by the quarantine gauge).
 
 Two things are told apart: the *result* (``Finish``, once, as soon as the outcome is known) and *quiet* (``Quiet``,
 once, when no operation can touch the local blocks any more). Quiet never comes before Finish.
@@ -38,6 +44,7 @@ class Phase(Enum):
     NEW = "new"
     POSTING = "posting"
     WIRE = "wire"
+    EXPECTING = "expecting"
     VALIDATING = "validating"
     DRAINING = "draining"
     OK = "ok"
@@ -56,6 +63,14 @@ class Phase(Enum):
 @dataclass(frozen=True, slots=True)
 class Start:
     """Resources are there: operations may be posted."""
+
+
+@dataclass(frozen=True, slots=True)
+class More:
+    """``num_chunks`` more chunks may be read; there will be none after those that are ``is_last``."""
+
+    num_chunks: int
+    is_last: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +117,7 @@ class BackendClosed:
     """The backend was destroyed: nothing is pending any more."""
 
 
-Event = Start | Done | SlotRead | Failed | Abort | Tick | BackendClosed
+Event = Start | More | Done | SlotRead | Failed | Abort | Tick | BackendClosed
 
 
 # -- effects ----------------------------------------------------------------------------------------------------------
@@ -141,8 +156,10 @@ class Session:
         deadline_at: float,
         stall_s: float,
         window: int = 2,
+        is_open: bool = False,
     ) -> None:
-        """``lease`` None accepts any slot that is one (a probe). ``window`` chunks are in flight at most."""
+        """``lease`` None accepts any slot that is one (a probe). ``window`` chunks are in flight at most. ``is_open``:
+        more chunks will be told by :class:`More`."""
         self.phase = Phase.NEW
         self.outcome: HandoffOutcome | None = None
         self.detail = ""
@@ -157,6 +174,7 @@ class Session:
         self._deadline_at = deadline_at
         self._stall_s = stall_s
         self._window = window
+        self._is_open = is_open
         self._next_chunk = 0
         self._in_flight: set[int] = set()
         self._progress_at = now
@@ -164,8 +182,8 @@ class Session:
 
     @property
     def is_data_complete(self) -> bool:
-        """Every chunk has arrived. Without a valid slot only digests can vouch for it."""
-        return self.num_arrived == self._num_chunks
+        """Every chunk there will be has arrived. Without a valid slot only digests can vouch for it."""
+        return not self._is_open and self.num_arrived == self._num_chunks
 
     def is_stalled(self, now: float) -> bool:
         """Operations are in flight and nothing has come for the stall time, as of the last Tick."""
@@ -182,6 +200,8 @@ class Session:
         match event:
             case Start():
                 return self._start(now)
+            case More(num_chunks, is_last):
+                return self._more(num_chunks, is_last, now)
             case Done(key):
                 return self._done(key, now)
             case SlotRead(snapshot):
@@ -212,6 +232,18 @@ class Session:
         self.started_at = self._progress_at = now
         return self._fill_window(now)
 
+    def _more(self, num_chunks: int, is_last: bool, now: float) -> list[Effect]:
+        if not self._is_open or self.phase is Phase.DRAINING:
+            return []
+        self._num_chunks += num_chunks
+        self._is_open = not is_last
+        if self.phase is Phase.NEW:
+            return []
+        if not self._in_flight:
+            self._progress_at = now
+        self.phase = Phase.POSTING
+        return self._fill_window(now)
+
     def _fill_window(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
         while self._next_chunk < self._num_chunks and len(self._in_flight) < self._window:
@@ -227,6 +259,8 @@ class Session:
             self.arrived_at = now
             self._in_flight.add(SLOT_READ)
             effects.append(Post(SLOT_READ))
+        elif self.num_arrived == self._num_chunks:
+            self.phase = Phase.EXPECTING
         return effects
 
     def _done(self, key: int, now: float) -> list[Effect]:

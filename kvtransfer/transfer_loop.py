@@ -6,6 +6,7 @@ that end however the loop ends: ``shut_down`` destroys the backend and resolves 
 
 import time
 from collections import Counter, deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -15,12 +16,12 @@ from core.handoff import HandoffOutcome, LeaseRef, PeerInfo
 from core.ids import Incarnation, WorkerId
 from core.kv import KVGeometry
 from kvtransfer.backends.base import Backend, Batch, Link, Op, OpState
-from kvtransfer.copies import Copy
+from kvtransfer.copies import Copies, Copy
 from kvtransfer.custody import Custody
-from kvtransfer.fetch import FetchRequest, FetchResult, FetchTimes, Transfer, error_of
+from kvtransfer.fetch import FetchRequest, FetchResult, FetchTimes, Transfer, error_of, pinned_future
 from kvtransfer.memory import CELL_BYTES, REGION_KV, REGION_SCRATCH, REGION_SLOTS, Scratch
 from kvtransfer.peers import Peers
-from kvtransfer.plan import NOTHING, Blocks, Plan, plan_blocks
+from kvtransfer.plan import Blocks, Plan, plan_blocks
 from kvtransfer.session import (
     SLOT_READ,
     Abort,
@@ -30,6 +31,7 @@ from kvtransfer.session import (
     Event,
     Failed,
     Finish,
+    More,
     Phase,
     Post,
     Quiet,
@@ -55,18 +57,38 @@ class TransferStats:
 
 
 @dataclass(slots=True, eq=False)
+class Part:
+    """Chunks that were asked for together."""
+
+    num_left: int
+    """That have not arrived."""
+    arrived: "Future[bool]" = field(default_factory=pinned_future)
+    """True once all of them have, False when the fetch ended before."""
+
+
+@dataclass(slots=True, eq=False)
 class Work:
     """A session, its link and its operations. ``transfer`` is None for the probe of a new link."""
 
     session: Session
     link: Link
-    plan: Plan
     slot: int
     transfer: Transfer | None
+    chunks: list[Copies] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+    """Of each chunk, the part that it belongs to."""
     ops: dict[int, Op] = field(default_factory=dict)
     cell: int | None = None
     post_s: float = 0.0
     num_bytes: int = 0
+    early_bytes: int = 0
+    """That had arrived when the last chunks were told."""
+
+    def extend(self, plan: Plan) -> Part:
+        part = Part(num_left=len(plan.chunks))
+        self.chunks += plan.chunks
+        self.parts += [part] * len(plan.chunks)
+        return part
 
 
 class TransferLoop:
@@ -110,8 +132,8 @@ class TransferLoop:
             link = self._peers.find(peer)
             if link is None:
                 self._make_way(peer)
-                probe = self._session(NOTHING, None, self._handshake_s)
-                self._waiting.append(Work(probe, self._backend.connect(peer), NOTHING, 0, None))
+                probe = self._session(0, None, self._handshake_s)
+                self._waiting.append(Work(probe, self._backend.connect(peer), 0, None))
                 return
         except ServingError as error:
             self._connects_failed += 1
@@ -153,18 +175,49 @@ class TransferLoop:
 
         Raises LayoutMismatch for block ids outside the geometries; then nothing has changed.
         """
-        peer = link.peer
-        plan = plan_blocks(
-            Blocks(geometry=peer.geometry, block_ids=request.remote_blocks, first_block=request.first_remote_block),
-            Blocks(geometry=self._geometry, block_ids=request.local_blocks, first_block=request.first_local_block),
-            num_kv_heads=peer.format.num_kv_heads,
-        )
-        session = self._session(plan, request.lease, request.deadline_s)
+        remote = (request.first_remote_block, request.remote_blocks)
+        local = (request.first_local_block, request.local_blocks)
+        plan = self._plan(link, remote, local)
+        session = self._session(len(plan.chunks), request.lease, request.deadline_s, is_open=request.is_open)
         self._custody.begin(request.transfer_id, request.local_blocks)
-        return Work(session, link, plan, request.slot, Transfer(request.transfer_id))
+        work = Work(session, link, request.slot, Transfer(request.transfer_id))
+        work.extend(plan)
+        return work
 
     def fetch(self, work: Work) -> None:
         self._waiting.append(work)
+
+    def plan_more(self, work: Work, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> Plan | None:
+        """Plan an addition and take its blocks into custody; None when the fetch is quiet already. From any thread.
+        Both lists begin with the same token.
+
+        Raises LayoutMismatch like :meth:`begin`.
+        """
+        assert work.transfer is not None
+        plan = self._plan(work.link, (0, remote_blocks), (0, local_blocks))
+        return plan if self._custody.extend(work.transfer.transfer_id, local_blocks) else None
+
+    def _plan(self, link: Link, remote: tuple[int, Sequence[int]], local: tuple[int, Sequence[int]]) -> Plan:
+        """Of blocks on both sides, each from a place within the sequence on."""
+        peer = link.peer
+        return plan_blocks(
+            Blocks(geometry=peer.geometry, first_block=remote[0], block_ids=remote[1]),
+            Blocks(geometry=self._geometry, first_block=local[0], block_ids=local[1]),
+            num_kv_heads=peer.format.num_kv_heads,
+        )
+
+    def more(self, work: Work, plan: Plan, arrived: "Future[bool]", *, is_last: bool) -> None:
+        """Add to an open fetch. ``arrived`` is resolved as :attr:`Part.arrived`."""
+        if work.session.outcome is not None:
+            arrived.set_result(False)
+            return
+        part = work.extend(plan)
+        part.arrived = arrived
+        if not part.num_left:
+            arrived.set_result(True)
+        if is_last:
+            work.early_bytes = work.num_bytes
+        self._handle(work, More(len(plan.chunks), is_last))
 
     def abort(self, work: Work) -> None:
         self._handle(work, Abort())
@@ -254,9 +307,13 @@ class TransferLoop:
         if key == SLOT_READ:
             assert work.cell is not None
             return SlotRead(self._scratch.read(work.cell))
-        num_bytes = work.plan.chunks[key].num_bytes
+        num_bytes = work.chunks[key].num_bytes
         work.num_bytes += num_bytes
         self._bytes_received += num_bytes
+        part = work.parts[key]
+        part.num_left -= 1
+        if not part.num_left and not part.arrived.done():
+            part.arrived.set_result(True)
         return Done(key)
 
     def _handle(self, work: Work, event: Event) -> None:
@@ -294,7 +351,7 @@ class TransferLoop:
             batch = Batch(
                 remote_region=REGION_KV,
                 local_region=REGION_KV,
-                copies=work.plan.chunks[key],
+                copies=work.chunks[key],
                 lease=work.session.lease,
                 slot=work.slot,
             )
@@ -316,6 +373,9 @@ class TransferLoop:
         elif finished:
             self._custody.quarantine(transfer.transfer_id, now)
         if finished:
+            for part in work.parts:
+                if not part.arrived.done():
+                    part.arrived.set_result(False)
             result = self._result(transfer.transfer_id, work, now)
             self._outcomes[result.outcome] += 1
             transfer.result.set_result(result)
@@ -350,7 +410,8 @@ class TransferLoop:
             detail=session.detail,
             backend=self._backend.name,
             num_bytes=work.num_bytes,
-            num_copies=work.plan.num_copies,
+            early_bytes=work.early_bytes,
+            num_copies=sum(map(len, work.chunks)),
             snapshot=session.snapshot,
             is_data_complete=session.is_data_complete,
             times=FetchTimes(
@@ -362,9 +423,16 @@ class TransferLoop:
             ),
         )
 
-    def _session(self, plan: Plan, lease: LeaseRef | None, deadline_s: float) -> Session:
+    def _session(self, num_chunks: int, lease: LeaseRef | None, deadline_s: float, *, is_open: bool = False) -> Session:
         now = self._clock.now()
-        return Session(len(plan.chunks), lease=lease, now=now, deadline_at=now + deadline_s, stall_s=self._stall_s)
+        return Session(
+            num_chunks,
+            lease=lease,
+            now=now,
+            deadline_at=now + deadline_s,
+            stall_s=self._stall_s,
+            is_open=is_open,
+        )
 
     def stats(self) -> TransferStats:
         """From any thread."""

@@ -10,7 +10,7 @@ The thread closes the backend however it ends, so every future resolves.
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -23,7 +23,7 @@ from kvtransfer.backends.base import Backend, Link
 from kvtransfer.custody import Custody, CustodyEnd
 from kvtransfer.fetch import FetchRequest, Transfer, pinned_future
 from kvtransfer.memory import Scratch
-from kvtransfer.transfer_loop import TransferLoop, TransferStats
+from kvtransfer.transfer_loop import TransferLoop, TransferStats, Work
 
 _MIN_SLEEP_S = 50e-6
 _MAX_SLEEP_S = 1e-3
@@ -111,11 +111,20 @@ class TransferThread:
         work = self._loop.begin(link, request)
         transfer = work.transfer
         assert transfer is not None
-        transfer.on_abandon(partial(self._submit, partial(self._loop.abort, work)))
+        transfer.bind(abandon=partial(self._submit, partial(self._loop.abort, work)), more=partial(self._more, work))
         if not self._submit(partial(self._loop.fetch, work)):
             self._custody.end(request.transfer_id, CustodyEnd.NEVER_POSTED)
             raise BackendFailed("the transfer thread has stopped")
         return transfer
+
+    def _more(
+        self, work: Work, remote_blocks: Sequence[int], local_blocks: Sequence[int], is_last: bool
+    ) -> Future[bool]:
+        arrived: Future[bool] = pinned_future()
+        plan = self._loop.plan_more(work, remote_blocks, local_blocks)
+        if plan is None or not self._submit(partial(self._loop.more, work, plan, arrived, is_last=is_last)):
+            arrived.set_result(False)
+        return arrived
 
     def stats(self) -> TransferStats:
         return self._loop.stats()

@@ -3,8 +3,12 @@
 State of a hand-off at P (the lease inside is drawn in kvtransfer/lease.py)::
 
     begin -> FILLING --seal--> SEALED --Release by the claimant | AbortHandoff | lease time | revoke--> over
-                |
-                +--cancel | deadline | ended at token 1--> over
+              |  ^
+              |  '--offer: complete blocks, digested, are announced by Ready
+              +--cancel | deadline | preempted | ended at token 1--> over
+
+Blocks that are offered while the prompt is computed are leased in the pool on their own (immutable, and safe from
+eviction and preemption) until the hand-off is sealed, which leases all blocks at once, or over.
 
 An Open that comes before ``begin`` waits here for up to ``lease_s`` (order is not assumed), and for as long as the
 prompt itself waits for room (``expect``). Whatever ends a hand-off bumps the epoch first and gives the blocks back
@@ -13,7 +17,7 @@ afterwards. Everything runs on the event loop.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from core.errors import LayoutMismatch, LeaseExpired, ServingError, StaleLease
@@ -26,6 +30,7 @@ from core.handoff import (
     Hello,
     Open,
     PeerInfo,
+    Ready,
     Refused,
     Release,
     Renew,
@@ -35,8 +40,10 @@ from core.handoff import (
     Welcome,
 )
 from core.ids import HandoffId, Incarnation, RequestId
+from core.tasks import TaskScope
 from core.types import FirstToken
 from kvtransfer import digest as digests
+from kvtransfer.digest import DigestMemory
 from kvtransfer.layout import check_peer
 from kvtransfer.lease import EndedLease, LeaseTable, LeaseView, Reader
 from worker.context import WorkerContext
@@ -67,6 +74,12 @@ class _Export:
     attempt: int
     lease: LeaseView
     num_tokens: int
+    early: list[int] = field(default_factory=list)
+    """Its first blocks, complete and leased while the rest is computed."""
+    num_ready: int = 0
+    """Of those, digested: they are announced."""
+    ready_digests: bytes = b""
+    announcing: "asyncio.Task[None] | None" = None
     grant: Grant | None = None
     """Of all blocks."""
     num_held: int = 0
@@ -94,6 +107,8 @@ class Exports:
         self._connections: dict[Incarnation, _Connection] = {}
         self._early: dict[HandoffId, _Early] = {}
         self._expected: set[HandoffId] = set()
+        self._scope = TaskScope("exports")
+        self.digests = DigestMemory(context.digester, context.engine.pool.generations)
         self.room_freed = asyncio.Event()
         """Set whenever blocks or quota came back."""
         self.sent_bytes = 0
@@ -124,13 +139,43 @@ class Exports:
         if early is not None:
             self._claim(early.connection, early.message)
 
+    def offer(self, handoff_id: HandoffId, first_block: int, blocks: Sequence[int]) -> None:
+        """More complete blocks of a prompt under computation, leased already; they are announced once digested. Nothing
+        is kept of what does not continue the hand-off."""
+        export = self._exports.get(handoff_id)
+        if export is None or export.grant is not None or first_block != len(export.early):
+            self._give_back(list(blocks))
+            return
+        export.early += blocks
+        if export.announcing is None or export.announcing.done():
+            export.announcing = self._scope.spawn(self._announce(export), name=f"announce-{handoff_id[:8]}")
+
+    async def _announce(self, export: _Export) -> None:
+        """Digest what was offered, off the loop and off the steps, and tell the claimant."""
+        while export.num_ready < len(export.early):
+            first, fresh = export.num_ready, export.early[export.num_ready :]
+            made = await asyncio.to_thread(self.digests.digest, fresh, num_complete=len(fresh))
+            await self._context.failpoints.reach("prefill.ready")
+            if not self._leases.set_ready(export.lease.ref.lease_id, first + len(fresh)):
+                return
+            export.num_ready += len(fresh)
+            export.ready_digests += made
+            view = self._leases.find(export.handoff_id)
+            if view is not None and view.reader is not None:
+                self._send_ready(export, view.reader.incarnation, first)
+            await self._context.failpoints.reach("prefill.announced")
+
     async def seal(self, handoff_id: HandoffId, blocks: list[int], first_tokens: tuple[FirstToken, ...]) -> bool:
         """Hold ``blocks`` (already leased in the pool) and tell the claimant. False: it is over, the blocks are given
         back."""
         context = self._context
         kind = context.digester.kind
+        export = self._exports.get(handoff_id)
         try:
-            made = await asyncio.to_thread(context.digester.digest, blocks)
+            if export is not None and export.announcing is not None:
+                await asyncio.wait({export.announcing})  # what it digests is not digested again
+            num_complete = 0 if export is None else export.num_tokens // context.geometry.block_size
+            made = await asyncio.to_thread(self.digests.digest, blocks, num_complete=num_complete)
             await context.failpoints.reach("prefill.seal")
         except BaseException:
             self._give_back(blocks)
@@ -157,6 +202,7 @@ class Exports:
         )
         if view.reader is not None:
             self._send_sealed(export, view.reader.incarnation)
+        self._give_back_early(export)
         await context.failpoints.reach("prefill.sealed")
         return True
 
@@ -170,6 +216,11 @@ class Exports:
             return False
         self._over(ended, error)
         return True
+
+    def end_announced(self, handoff_id: HandoffId, error: ServingError) -> bool:
+        """End a hand-off of which blocks were offered; one that nobody can read from yet goes on."""
+        export = self._exports.get(handoff_id)
+        return export is not None and bool(export.early) and self.end(handoff_id, error)
 
     def end_request(self, request_id: RequestId, attempt: int, error: ServingError) -> bool:
         """End what is held for an attempt (0: every attempt) of a request."""
@@ -254,6 +305,8 @@ class Exports:
         export.num_held = message.num_held_blocks
         if export.grant is not None:
             self._send_sealed(export, connection.incarnation)
+        elif export.num_ready:
+            self._send_ready(export, connection.incarnation, 0)
 
     def _abort(self, connection: _Connection, message: AbortHandoff) -> None:
         """The claimant gives the attempt up. Without a claim only a waiting Open of the same reader is forgotten."""
@@ -266,6 +319,24 @@ class Exports:
             ended = self._leases.revoke(message.handoff_id, message.reason, now=self._context.clock.now())
             if ended is not None:
                 self._over(ended, None, outcome=HandoffOutcome.ABORTED)
+
+    def _send_ready(self, export: _Export, incarnation: Incarnation, first: int) -> None:
+        """Announce what is ready from block ``first`` on, as far as the claimant lacks it."""
+        connection = self._connections.get(incarnation)
+        first = max(first, export.num_held)
+        if connection is None or first >= export.num_ready:
+            return
+        digest_bytes = self._context.geometry.num_kv_heads * digests.DIGEST_BYTES
+        connection.outgoing.put_nowait(
+            Ready(
+                handoff_id=export.handoff_id,
+                lease=export.lease.ref,
+                slot=export.lease.slot,
+                first_block=first,
+                block_ids=tuple(export.early[first : export.num_ready]),
+                digests=export.ready_digests[first * digest_bytes : export.num_ready * digest_bytes],
+            )
+        )
 
     def _send_sealed(self, export: _Export, incarnation: Incarnation) -> None:
         connection = self._connections.get(incarnation)
@@ -322,6 +393,8 @@ class Exports:
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
         if ended.blocks:
             self._give_back(list(ended.blocks))
+        if export is not None:
+            self._give_back_early(export)
         self.room_freed.set()
         connection = self._connections.get(ended.reader.incarnation) if ended.reader is not None else None
         if error is not None and connection is not None and export is not None:
@@ -333,15 +406,20 @@ class Exports:
         self._context.engine.pool.end_lease(blocks)
         self.room_freed.set()
 
+    def _give_back_early(self, export: _Export) -> None:
+        blocks, export.early = export.early, []
+        self._give_back(blocks)
+
     def is_idle(self) -> bool:
         return not self._exports and self._leases.num_live == 0
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End every stream and every lease (shutdown)."""
         for handoff_id in list(self._exports):
             self.end(handoff_id, LeaseExpired("the prefill worker is stopping"))
         for connection in list(self._connections.values()):
             self._lose(connection)
+        await self._scope.close()
 
 
 def _grant_from(whole: Grant, num_held: int, num_kv_heads: int) -> Grant:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from core.errors import Cancelled, ContextTooLong, DeadlineExceeded, OutOfBlocks, QueueFull, WorkerLost
+from core.errors import Cancelled, ContextTooLong, DeadlineExceeded, LeaseExpired, OutOfBlocks, QueueFull, WorkerLost
 from core.handoff import PeerInfo, ToHolder, ToReader
 from core.ids import HandoffId, RequestId
 from core.tasks import TaskScope
@@ -90,6 +90,15 @@ class PrefillRole:
             attempt = self._attempts.get((key.request_id, key.attempt))
             if attempt is not None and not attempt.firsts[key.choice].done():
                 attempt.firsts[key.choice].set_result(output)
+        for sequence in result.preempted:
+            self._end_preempted(sequence.key)
+        for leased in result.leased:
+            key = leased.sequence.key
+            attempt = self._attempts.get((key.request_id, key.attempt))
+            if attempt is None:
+                self._context.engine.pool.end_lease(leased.blocks)
+            else:
+                self.exports.offer(attempt.handoff_id, leased.first_block, leased.blocks)
         self.exports.room_freed.set()
 
     def fill_load(self, load: WorkerLoad) -> WorkerLoad:
@@ -110,7 +119,7 @@ class PrefillRole:
     async def stop(self) -> None:
         for key in list(self._attempts):
             await self._abort(key, "the prefill worker is stopping")
-        self.exports.close()
+        await self.exports.close()
         await self._scope.join(_ENDING_S)  # what is being held or discarded gives its blocks back
         await self._scope.close()
         await self._reaping.close()
@@ -172,6 +181,7 @@ class PrefillRole:
         attempt.has_room = True
         sequences = _sequences(asked, grammar, reservations)
         leader, *others = sequences
+        leader.is_leased_early = context.config.transfer.early_reads
         added_at = time.monotonic()
         is_over = False
         try:
@@ -217,9 +227,14 @@ class PrefillRole:
         all back."""
 
         async def hold() -> None:
-            blocks = await self._context.steps.call(lambda engine: _lease_blocks(engine, sequences))
+            blocks = list(sequences[0].block_table)
+            self._context.engine.pool.lease(blocks)  # now: a step of others may run, and the sequence is paused
             attempt.is_held = True
-            await self.exports.seal(handoff_id, blocks, firsts)
+            freeing = self._scope.spawn(self._free_paused(sequences), name=f"free-{handoff_id[:8]}")
+            try:
+                await self.exports.seal(handoff_id, blocks, firsts)
+            finally:
+                await asyncio.wait({freeing})
 
         holding = self._scope.spawn(hold(), name=f"hold-{handoff_id[:8]}")
         try:
@@ -287,6 +302,27 @@ class PrefillRole:
                 param="prompt",
             )
 
+    async def _free_paused(self, sequences: list[Sequence]) -> None:
+        """Take paused sequences off the engine: their blocks are in use no more."""
+        leader, *others = sequences
+
+        def free(engine: Engine) -> None:
+            engine.pool.free(engine.detach(leader.key).block_table)
+            discard(engine, others)
+
+        with suppress(WorkerLost):  # the engine has ended, and its blocks with it
+            await self._context.steps.call(free)
+
+    def _end_preempted(self, key: SequenceKey) -> None:
+        """It starts over in other blocks: what was announced of the old ones is not to be read any more."""
+        attempt = self._attempts.get((key.request_id, key.attempt))
+        first = None if attempt is None else attempt.firsts[key.choice]
+        if attempt is not None and first is not None and not first.done():
+            error = LeaseExpired("the prompt was preempted while it was handed over")
+            if self.exports.end_announced(attempt.handoff_id, error):
+                first.set_exception(error)
+                first.exception()  # taken here too: the call may end before it looks
+
     async def _discard(self, sequences: list[Sequence]) -> None:
         """Off the engine, blocks freed; legal in every state of the sequences."""
         with suppress(WorkerLost):  # the engine has ended, and its blocks with it
@@ -343,16 +379,6 @@ async def _first(attempt: _Attempt, sequence: Sequence) -> SequenceOutput:
     if output.error is not None:
         raise output.error
     return output
-
-
-def _lease_blocks(engine: Engine, sequences: list[Sequence]) -> list[int]:
-    """Take paused sequences off the engine. The blocks of the first are leased from now on, none is in use any more."""
-    leader, *others = sequences
-    blocks = engine.detach(leader.key).block_table
-    engine.pool.lease(blocks)
-    engine.pool.free(blocks)
-    discard(engine, others)
-    return blocks
 
 
 def _first_token(output: SequenceOutput) -> FirstToken:

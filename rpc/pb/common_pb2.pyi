@@ -155,7 +155,7 @@ class TokenLogprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., rank: _Optional[int] = ..., top: _Optional[_Iterable[_Union[TokenScore, _Mapping]]] = ...) -> None: ...
 
 class StageTimes(_message.Message):
-    __slots__ = ("prefill_queue_s", "prefill_s", "handoff_wait_s", "reservation_s", "transfer_s", "decode_queue_s", "decode_s", "transfer_bytes", "transfer_backend", "num_prompt_tokens_computed", "num_cached_tokens")
+    __slots__ = ("prefill_queue_s", "prefill_s", "handoff_wait_s", "reservation_s", "transfer_s", "decode_queue_s", "decode_s", "transfer_bytes", "transfer_backend", "num_prompt_tokens_computed", "num_cached_tokens", "transfer_early_bytes")
     PREFILL_QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_WAIT_S_FIELD_NUMBER: _ClassVar[int]
@@ -167,6 +167,7 @@ class StageTimes(_message.Message):
     TRANSFER_BACKEND_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_COMPUTED_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_EARLY_BYTES_FIELD_NUMBER: _ClassVar[int]
     prefill_queue_s: float
     prefill_s: float
     handoff_wait_s: float
@@ -178,7 +179,8 @@ class StageTimes(_message.Message):
     transfer_backend: str
     num_prompt_tokens_computed: int
     num_cached_tokens: int
-    def __init__(self, prefill_queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., handoff_wait_s: _Optional[float] = ..., reservation_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., decode_queue_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., transfer_bytes: _Optional[int] = ..., transfer_backend: _Optional[str] = ..., num_prompt_tokens_computed: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
+    transfer_early_bytes: int
+    def __init__(self, prefill_queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., handoff_wait_s: _Optional[float] = ..., reservation_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., decode_queue_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., transfer_bytes: _Optional[int] = ..., transfer_backend: _Optional[str] = ..., num_prompt_tokens_computed: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., transfer_early_bytes: _Optional[int] = ...) -> None: ...
 
 class FirstToken(_message.Message):
     __slots__ = ("choice", "index", "token_id", "logprobs", "finish_reason", "stop_token_id")

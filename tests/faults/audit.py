@@ -19,12 +19,13 @@ import logging
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 from core.handoff import AbortHandoff, PeerInfo, Release
 from core.ids import BlockHash, HandoffId, Incarnation, WorkerId
 from core.kv import hash_blocks
 from core.types import Role
+from decode_worker.reading import Reading
 from engine.sequence import Sequence
 from kvtransfer.backends.base import Batch, Identity
 from kvtransfer.fetch import FetchRequest
@@ -135,7 +136,7 @@ class Audit:
 
     def _watch_fetches(self, worker: VirtualWorker) -> None:
         intake, transfers, custody, me = worker.role._intake, worker.transfers, worker.custody, worker.incarnation
-        make_request, fetch, quarantine = intake._fetch_request, transfers.fetch, custody.quarantine
+        make_reading, fetch, quarantine = intake._reading, transfers.fetch, custody.quarantine
         of_transfer: dict[int, str] = {}
         pool = worker.engine.pool
         take = pool._take
@@ -147,13 +148,18 @@ class Audit:
 
         pool._take = on_take  # type: ignore[method-assign]
 
-        def on_request(grant: Any, blocks: Any, admission: Any) -> FetchRequest:
-            request: FetchRequest = make_request(grant, blocks, admission)
-            handoff = str(admission.asked.handoff_id)
-            of_transfer[request.transfer_id] = handoff
-            self.meant[me, request.transfer_id] = admission.asked.prefill.incarnation
-            self.handoff_of.update({(me, block): handoff for block in blocks})
-            return request
+        def on_reading(admission: Any, *rest: Any) -> Reading:
+            reading: Any = make_reading(admission, *rest)
+            handoff, ask = str(admission.asked.handoff_id), reading._ask
+            of_transfer[reading.transfer_id] = handoff
+            self.meant[me, reading.transfer_id] = admission.asked.prefill.incarnation
+
+            def on_ask(*blocks: Any, **options: Any) -> None:
+                ask(*blocks, **options)
+                self.handoff_of.update({(me, block): handoff for block in reading._local.values()})
+
+            reading._ask = on_ask
+            return cast(Reading, reading)
 
         def on_fetch(link: Any, request: FetchRequest) -> Any:
             if link.peer.incarnation != self.meant[me, request.transfer_id]:
@@ -164,7 +170,7 @@ class Audit:
             self.quarantined.add(of_transfer[transfer_id])
             quarantine(transfer_id, now)
 
-        intake._fetch_request, transfers.fetch, custody.quarantine = on_request, on_fetch, on_quarantine
+        intake._reading, transfers.fetch, custody.quarantine = on_reading, on_fetch, on_quarantine
 
     def _bytes(self, worker: VirtualWorker, blocks: Any) -> bytes:
         return worker.engine.kv[list(blocks)].tobytes()

@@ -284,3 +284,46 @@ def test_frequencies_of_long_contexts_match_the_reference() -> None:
     cos, sin = torch.from_numpy(tables.cos), torch.from_numpy(tables.sin)
     angles = torch.arange(300).float()[:, None] * inverse[None]
     assert torch.equal(cos[:, :32], angles.cos()) and torch.equal(sin[:, 32:], angles.sin())
+
+
+# -- blocks that are leased while the prompt is computed ---------------------------------------------------------------
+
+
+def test_complete_blocks_are_leased_while_the_rest_of_the_prompt_is_computed(engine: Engine) -> None:
+    sequence = make_sequence(prompt(70), max_tokens=1)
+    sequence.is_leased_early = True
+    engine.add(sequence)
+    steps = [engine.step() for _ in range(3)]
+    leased = [part for step in steps for part in step.leased]
+    assert [(part.sequence, part.first_block, len(part.blocks)) for part in leased] == [
+        (sequence, 0, 8),
+        (sequence, 8, 8),
+    ], "the chunk that ends the prompt leases nothing"
+    assert sequence.is_finished
+    assert engine.pool.counts().leased == 16, "they outlive the sequence"
+    for part in leased:
+        engine.pool.end_lease(part.blocks)
+    assert engine.pool.counts().is_idle()
+
+
+def test_leased_blocks_of_a_preempted_sequence_are_given_out_only_when_the_lease_ends(
+    tiny_files: RandomLlama, first_engine: Engine
+) -> None:
+    engine = make(tiny_files, first_engine, num_blocks=13, max_mixed_tokens=4, projected_tokens=1, prefix_cache=False)
+    first = make_sequence(prompt(8), max_tokens=56)
+    second = make_sequence(prompt(40, seed=1), max_tokens=1)
+    second.is_leased_early = True
+    engine.add(first)
+    engine.step()
+    engine.add(second)
+    leased: list[int] = []
+    while not (step := engine.step()).preempted:
+        assert not second.is_finished
+        leased += [block for part in step.leased for block in part.blocks]
+    assert step.preempted == (second,) and leased and second.num_leased == 0
+    assert not set(first.block_table) & set(leased)
+    engine.remove(first.key)
+    engine.remove(second.key)
+    assert engine.pool.counts().leased == len(set(leased))
+    engine.pool.end_lease(leased)
+    assert engine.pool.counts().is_idle()

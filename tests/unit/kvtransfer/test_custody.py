@@ -33,3 +33,12 @@ def test_custody_ends_exactly_once() -> None:
         custody.end(1, CustodyEnd.COMPLETE)
     custody.quarantine(1, now=0.0)
     assert custody.stats().num_quarantined_transfers == 0
+
+
+def test_a_transfer_takes_more_blocks_until_it_is_quiet() -> None:
+    pool = RecordingPool()
+    custody = Custody(pool)
+    custody.begin(1, [4])
+    assert custody.extend(1, [5, 6]) and pool.pinned == {4, 5, 6}
+    custody.end(1, CustodyEnd.COMPLETE)
+    assert not custody.extend(1, [7]) and pool.pinned == set()

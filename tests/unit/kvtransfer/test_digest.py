@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from core.errors import DigestMismatch
 from core.handoff import DigestKind
 from core.kv import KVGeometry
-from kvtransfer.digest import Digester, combine, verify, wsum64
+from kvtransfer.digest import Digester, DigestMemory, combine, verify, wsum64
 
 GEOMETRY = KVGeometry(num_blocks=6, block_size=4, num_layers=2, num_kv_heads=3, head_dim=4, dtype_bytes=4)
 
@@ -88,3 +88,26 @@ def test_the_digest_of_the_list_depends_on_kind_order_and_every_digest() -> None
         combine(DigestKind.OFF, b""),
     }
     assert len(values) == 4
+
+
+DIGESTER = Digester(DigestKind.WSUM64, GEOMETRY, memory())
+
+
+def test_a_complete_block_is_digested_once_for_as_long_as_it_keeps_its_content() -> None:
+    generations = [0] * GEOMETRY.num_blocks
+    digests = DigestMemory(DIGESTER, lambda blocks: [generations[block] for block in blocks])
+    first = digests.digest([3, 1, 4], num_complete=2)
+    assert first == DIGESTER.digest([3, 1, 4]) and digests.num_made == 3
+    assert digests.digest([1, 3, 4], num_complete=2) == DIGESTER.digest([1, 3, 4])
+    assert digests.num_made == 4, "only the one that was not complete"
+    assert digests.digest([3, 1], num_complete=2) == DIGESTER.digest([3, 1]) and digests.num_made == 4
+    generations[3] += 1
+    assert digests.digest([3, 1], num_complete=2) == DIGESTER.digest([3, 1]) and digests.num_made == 5
+
+
+def test_a_block_that_is_given_out_anew_while_it_is_digested_is_not_remembered() -> None:
+    numbers = iter([[0], [1], [1], [1]])
+    digests = DigestMemory(DIGESTER, lambda blocks: next(numbers))
+    digests.digest([3], num_complete=1)
+    digests.digest([3], num_complete=1)
+    assert digests.num_made == 2

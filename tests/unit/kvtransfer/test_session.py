@@ -12,6 +12,7 @@ from kvtransfer.session import (
     Event,
     Failed,
     Finish,
+    More,
     Phase,
     Post,
     Quiet,
@@ -29,8 +30,8 @@ GOOD = SLOTS.snapshot(0)
 STALE = GOOD[:16] + (LEASE.epoch + 1).to_bytes(8, "little") + GOOD[24:]
 
 
-def session(num_chunks: int = 3) -> Session:
-    return Session(num_chunks, lease=LEASE, now=0.0, deadline_at=100.0, stall_s=10.0, window=2)
+def session(num_chunks: int = 3, *, is_open: bool = False) -> Session:
+    return Session(num_chunks, lease=LEASE, now=0.0, deadline_at=100.0, stall_s=10.0, window=2, is_open=is_open)
 
 
 def test_the_slot_is_read_after_all_data_and_only_then_is_it_ok() -> None:
@@ -128,8 +129,59 @@ def test_the_end_of_the_backend_makes_everything_quiet() -> None:
     assert fetch.handle(BackendClosed(), 1.0) == [Quiet(CustodyEnd.BACKEND_CLOSED)]
 
 
+def test_an_open_fetch_grows_and_reads_the_slot_only_after_its_last_chunk() -> None:
+    fetch = session(0, is_open=True)
+    assert fetch.handle(Start(), 0.0) == [] and fetch.phase is Phase.EXPECTING
+    assert fetch.handle(More(3, is_last=False), 1.0) == [Post(0), Post(1)]
+    assert fetch.phase is Phase.POSTING
+    fetch.handle(Done(0), 2.0)
+    assert fetch.phase is Phase.WIRE
+    fetch.handle(Done(1), 2.0)
+    assert fetch.handle(Done(2), 3.0) == [] and fetch.phase is Phase.EXPECTING
+    assert not fetch.is_data_complete, "more may come"
+    assert fetch.handle(More(1, is_last=True), 4.0) == [Post(3)]
+    assert fetch.handle(More(1, is_last=True), 4.0) == [], "it was closed"
+    assert fetch.handle(Done(3), 5.0) == [Post(SLOT_READ)]
+
+
+def test_an_open_fetch_may_end_without_another_chunk() -> None:
+    fetch = session(1, is_open=True)
+    fetch.handle(Start(), 0.0)
+    fetch.handle(Done(0), 1.0)
+    assert fetch.handle(More(0, is_last=True), 2.0) == [Post(SLOT_READ)]
+
+
+def test_chunks_are_told_before_the_start_too() -> None:
+    fetch = session(0, is_open=True)
+    assert fetch.handle(More(1, is_last=True), 0.0) == []
+    assert fetch.handle(Start(), 1.0) == [Post(0)]
+
+
+def test_waiting_for_the_source_is_no_stall_but_the_deadline_ends_it() -> None:
+    fetch = session(1, is_open=True)
+    fetch.handle(Start(), 0.0)
+    fetch.handle(Done(0), 1.0)
+    assert fetch.handle(Tick(), 60.0) == []
+    fetch.handle(More(1, is_last=False), 60.0)
+    assert fetch.handle(Tick(), 69.0) == []
+    (finish,) = fetch.handle(Tick(), 70.0)
+    assert isinstance(finish, Finish) and finish.outcome is HandoffOutcome.STALLED
+    other = session(0, is_open=True)
+    other.handle(Start(), 0.0)
+    assert other.handle(Tick(), 100.0)[-1] == Quiet(CustodyEnd.TERMINAL)
+
+
+def test_what_is_added_to_a_fetch_that_was_given_up_is_not_read() -> None:
+    fetch = session(1, is_open=True)
+    fetch.handle(Start(), 0.0)
+    fetch.handle(Abort(), 1.0)
+    assert fetch.handle(More(2, is_last=True), 2.0) == []
+    assert fetch.handle(Done(0), 3.0) == [Quiet(CustodyEnd.TERMINAL)]
+
+
 EVENTS = st.one_of(
     st.just(Start()),
+    st.builds(More, st.integers(0, 2), st.booleans()),
     st.builds(Done, st.integers(-1, 4)),
     st.sampled_from([SlotRead(GOOD), SlotRead(STALE), SlotRead(b"")]),
     st.builds(
@@ -143,11 +195,11 @@ EVENTS = st.one_of(
 )
 
 
-@given(st.integers(0, 4), st.lists(st.tuples(EVENTS, st.floats(0, 30)), max_size=25))
+@given(st.integers(0, 4), st.booleans(), st.lists(st.tuples(EVENTS, st.floats(0, 30)), max_size=25))
 def test_any_order_of_events_ends_once_and_is_never_quiet_too_early(
-    num_chunks: int, script: list[tuple[Event, float]]
+    num_chunks: int, is_open: bool, script: list[tuple[Event, float]]
 ) -> None:
-    fetch = session(num_chunks)
+    fetch = session(num_chunks, is_open=is_open)
     now = 0.0
     pending: set[int] = set()
     finishes: list[Finish] = []
@@ -186,4 +238,4 @@ def test_any_order_of_events_ends_once_and_is_never_quiet_too_early(
     assert len(finishes) == 1 and len(quiets) == 1 and fetch.phase.is_final
     assert (fetch.outcome is HandoffOutcome.OK) == (fetch.phase is Phase.OK)
     if fetch.phase is Phase.OK:
-        assert fetch.snapshot == GOOD and fetch.num_arrived == num_chunks
+        assert fetch.snapshot == GOOD and fetch.is_data_complete and fetch.num_arrived >= num_chunks

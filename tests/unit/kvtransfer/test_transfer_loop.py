@@ -409,3 +409,92 @@ def test_whatever_happens_every_fetch_ends_and_every_block_comes_back(seed: int)
     assert all(work.transfer is not None and work.transfer.quiet.done() for work, _, _ in works)
     assert pair.d.pool.pinned == set() and pair.loop.is_idle and pair.d.scratch.num_free == 2
     assert sum(number for _, number in pair.loop.stats().transfers) == len(works)
+
+
+class Growing:
+    """An open fetch of a lease that is still filled."""
+
+    def __init__(self, pair: Pair, num_blocks: int) -> None:
+        self.pair = pair
+        self.view = pair.p.leases.open(HandoffId("h"), num_blocks=num_blocks, deadline_s=60.0, now=0.0)
+        request = FetchRequest(
+            transfer_id=next(pair.ids),
+            remote_blocks=(),
+            local_blocks=(),
+            lease=self.view.ref,
+            slot=self.view.slot,
+            deadline_s=60.0,
+            is_open=True,
+        )
+        self.work = pair.loop.begin(pair.link(), request)
+        pair.loop.fetch(self.work)
+        assert self.work.transfer is not None
+        self.transfer = self.work.transfer
+
+    def more(self, remote: list[int], local: list[int], *, is_last: bool = False) -> Future[bool]:
+        arrived: Future[bool] = pinned_future()
+        plan = self.pair.loop.plan_more(self.work, remote, local)
+        assert plan is not None
+        self.pair.loop.more(self.work, plan, arrived, is_last=is_last)
+        return arrived
+
+    def seal(self, blocks: list[int]) -> None:
+        self.pair.p.leases.seal(self.view.ref.lease_id, blocks, digest=0, now=0.0)
+
+
+def test_blocks_move_while_the_lease_is_filled_and_the_slot_is_read_at_the_end() -> None:
+    pair = Pair()
+    growing = Growing(pair, 3)
+    first = growing.more([3, 4], [7, 8])
+    assert pair.d.pool.pinned == {7, 8}
+    pair.settle()
+    assert first.result(0) and not growing.transfer.result.done()
+    pair.clock.advance(50.0)
+    pair.settle()
+    assert not growing.transfer.result.done(), "how long the prompt takes is no stall"
+    growing.seal([3, 4, 9])
+    last = growing.more([9], [1], is_last=True)
+    pair.settle()
+    result = outcome(growing.transfer)
+    assert last.result(0) and result.outcome is HandoffOutcome.OK and result.is_data_complete
+    assert result.num_bytes == 3 * GEOMETRY.block_bytes and result.early_bytes == 2 * GEOMETRY.block_bytes
+    assert (pair.d.blocks[[7, 8, 1]] == pair.p.blocks[[3, 4, 9]]).all()
+    assert growing.transfer.quiet.done() and pair.d.pool.pinned == set() and pair.loop.is_idle
+
+
+def test_early_reads_of_a_lease_that_ended_meanwhile_are_found_out() -> None:
+    pair = Pair()
+    growing = Growing(pair, 2)
+    growing.more([3], [7])
+    pair.settle()
+    pair.p.leases.revoke(HandoffId("h"), "preempted", now=0.0)
+    growing.more([4], [8], is_last=True)
+    pair.settle()
+    assert outcome(growing.transfer).outcome is HandoffOutcome.STALE_LEASE
+
+
+def test_an_abandoned_early_read_keeps_custody_until_it_is_quiet_and_takes_no_more() -> None:
+    pair = Pair()
+    growing = Growing(pair, 2)
+    pair.on_post(REGION_KV, Fault(delay_polls=-1))
+    early = growing.more([3], [7])
+    pair.settle()
+    pair.loop.abort(growing.work)
+    assert outcome(growing.transfer).outcome is HandoffOutcome.ABORTED and early.result(0) is False
+    assert growing.more([4], [8]).result(0) is False
+    assert pair.d.pool.pinned == {7, 8}
+    pair.fabric.resume()
+    pair.settle()
+    assert growing.transfer.quiet.done() and pair.d.pool.pinned == set()
+    assert pair.loop.plan_more(growing.work, [4], [8]) is None, "it is over: nothing is pinned any more"
+    assert pair.d.pool.pinned == set()
+
+
+def test_the_death_of_the_source_ends_an_early_read() -> None:
+    pair = Pair()
+    growing = Growing(pair, 2)
+    pair.fabric.kill(pair.p.identity.agent_name)
+    early = growing.more([3], [7])
+    pair.settle()
+    assert outcome(growing.transfer).outcome is HandoffOutcome.PEER_LOST and early.result(0) is False
+    assert not outcome(growing.transfer).is_data_complete and pair.d.pool.pinned == set()

@@ -1,120 +1,14 @@
 """A prompt that waits for room at P: its reader may wait as long, and an abort ends it at once."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
 
 import pytest
 
 from core import types as t
-from core.clock import ManualClock
-from core.config import load_config
 from core.errors import Cancelled, ServingError, error_from_slug
-from core.failpoints import Failpoints
-from core.handoff import DigestKind, Hello, LinkInfo, Open, PeerInfo, Refused, Sealed, ToHolder, ToReader, Welcome
-from core.ids import GatewayId, HandoffId, Incarnation, RequestId, WorkerId
-from core.telemetry import Telemetry
-from engine.engine import Engine, EngineConfig
-from kvtransfer.digest import Digester
-from kvtransfer.lease import LeaseTable
-from kvtransfer.memory import REGION_KV
-from kvtransfer.slot import SlotMemory
-from prefill_worker.service import PrefillRole
-from tests.support.random_llama import RandomLlama
-from worker.context import WorkerContext
-from worker.step_thread import StepThread
-
-H = HandoffId("h")
-INCARNATION = Incarnation(5)
-
-
-@dataclass
-class Rig:
-    """One prefill worker without its sockets, under a manual clock, and one reader's control stream."""
-
-    clock: ManualClock
-    context: WorkerContext
-    role: PrefillRole
-    to_holder: "asyncio.Queue[ToHolder]"
-    replies: AsyncIterator[ToReader]
-
-    async def prefill(self, *, attempt: int = 1) -> t.PrefillReply:
-        request = t.GenerateRequest(
-            request_id=RequestId("r"),
-            model=self.context.model.name,
-            prompt_token_ids=(3, 4, 5),
-            sampling=t.SamplingParams(temperature=0.0, max_tokens=8),
-            gateway_id=GatewayId("g"),
-            gateway_incarnation=Incarnation(7),
-            deadline_s=60.0,
-            attempt=attempt,
-        )
-        return await self.role.prefill(t.PrefillRequest(request=request, handoff_id=H, worker_incarnation=INCARNATION))
-
-    async def next_reply(self) -> ToReader:
-        async with asyncio.timeout(10):
-            return await anext(self.replies)
-
-
-@pytest.fixture
-async def rig() -> AsyncIterator[Rig]:
-    config = load_config(environ={})
-    engine = Engine(RandomLlama(), EngineConfig(num_blocks=8, block_size=4))
-    loop = asyncio.get_running_loop()
-    role: PrefillRole
-    steps = StepThread(
-        engine,
-        on_step=lambda *step: loop.call_soon_threadsafe(role.on_step, *step),
-        on_death=lambda error: None,
-        failpoints=Failpoints(),
-    )
-    clock, geometry = ManualClock(), engine.geometry
-    context = WorkerContext(
-        on_broken=lambda error: None,
-        config=config,
-        model=config.models[0],
-        pool_config=config.models[0].pools[t.Role.PREFILL],
-        role=t.Role.PREFILL,
-        worker_id=WorkerId("prefill-0"),
-        incarnation=INCARNATION,
-        clock=clock,
-        telemetry=Telemetry(component="prefill-0"),
-        failpoints=Failpoints(),
-        engine=engine,
-        steps=steps,
-        digester=Digester.at_address(DigestKind.WSUM64, geometry, engine.kv_region.address),
-    )
-    region = (REGION_KV, engine.kv_region.address, geometry.num_blocks * geometry.block_bytes)
-    link = LinkInfo(backend="nixl", agent_name="a", metadata=b"", regions=(region,))
-
-    def peer(worker_id: str, incarnation: int) -> PeerInfo:
-        return PeerInfo(
-            worker_id=WorkerId(worker_id),
-            incarnation=Incarnation(incarnation),
-            format=engine.format,
-            geometry=geometry,
-            link=link,
-        )
-
-    leases = LeaseTable(
-        SlotMemory(4), block_bytes=geometry.block_bytes, lease_s=15.0, quota_bytes=8 * geometry.block_bytes
-    )
-    role = PrefillRole(context, leases, peer("prefill-0", 5))
-    queue: asyncio.Queue[ToHolder] = asyncio.Queue()
-    queue.put_nowait(Hello(peer=peer("decode-0", 9)))
-
-    async def messages() -> AsyncIterator[ToHolder]:
-        while True:
-            yield await queue.get()
-
-    steps.start()
-    replies = role.connect(messages())
-    assert isinstance(await anext(replies), Welcome)
-    yield Rig(clock, context, role, queue, replies)
-    await replies.aclose()
-    await role.stop()
-    await asyncio.to_thread(steps.stop)
-    assert engine.pool.counts().is_idle()
+from core.handoff import Refused, Sealed, ToHolder
+from core.ids import RequestId
+from tests.unit.prefill_worker.conftest import H, Rig
 
 
 async def _handled(queue: "asyncio.Queue[ToHolder]") -> None:
@@ -128,7 +22,7 @@ async def test_the_reader_of_a_prompt_that_waits_for_room_waits_longer_than_a_le
     pool = rig.context.engine.pool
     others = pool.reserve(pool.counts().free)
     call = asyncio.create_task(rig.prefill())
-    rig.to_holder.put_nowait(Open(handoff_id=H, request_id=RequestId("r"), attempt=1))
+    rig.open()
     await _handled(rig.to_holder)
     rig.clock.advance(40.0)
     rig.role.exports.sweep()
@@ -140,7 +34,7 @@ async def test_the_reader_of_a_prompt_that_waits_for_room_waits_longer_than_a_le
 
 
 async def test_the_reader_of_a_prompt_that_never_comes_is_refused_after_a_lease_time(rig: Rig) -> None:
-    rig.to_holder.put_nowait(Open(handoff_id=H, request_id=RequestId("r"), attempt=1))
+    rig.open()
     await _handled(rig.to_holder)
     rig.clock.advance(16.0)
     rig.role.exports.sweep()

@@ -1,0 +1,149 @@
+"""The blocks of one hand-off on their way to D: asked for as P announces them, digested as they arrive.
+
+::
+
+    EMPTY --take(Ready)--> EARLY --finish(grant)--> REST --quiet, verified--> over: the blocks are the caller's
+      |                    |  ^                      ^ `--failure--> over
+      |                    '--' take(Ready)          |
+      '------------------finish(grant)---------------'
+    any state --the block is left by an exception--> over: the transfer is abandoned, the blocks are given back
+
+What is announced is only a hint of what may be read now: the grant says what the hand-off consists of, the lease slot
+is read after the last block, and every digest is compared with the grant's. So an announcement that is lost, doubled
+or out of order costs nothing but time. EARLY ends with the hand-off (its holder's stream, or the deadline).
+"""
+
+import asyncio
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from core.errors import LayoutMismatch, PeerLost, StaleLease
+from core.handoff import DigestKind, Grant, HandoffOutcome, LeaseRef, Ready
+from core.tasks import TaskScope
+from engine.block_pool import Reservation
+from kvtransfer.backends.base import Link
+from kvtransfer.fetch import FetchRequest, FetchResult, Transfer
+from kvtransfer.transfer_thread import TransferThread
+from kvtransfer.validate import check_read
+from worker.context import WorkerContext
+
+
+class Reading:
+    """Use as an async context manager. Event loop only. Blocks are named by their index within the sequence."""
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        transfers: TransferThread,
+        link: Link,
+        *,
+        transfer_id: int,
+        indices: range,
+        reservation: Reservation | None,
+        deadline_at: float,
+    ) -> None:
+        """``indices`` are the blocks that are not here. They are taken from ``reservation``."""
+        self._context = context
+        self._transfers = transfers
+        self._link = link
+        self.transfer_id = transfer_id
+        self._indices = indices
+        self._reservation = reservation
+        self._deadline_at = deadline_at
+        self._remote: dict[int, int] = {}
+        self._local: dict[int, int] = {}
+        self._digests: dict[int, bytes] = {}
+        self._lease: LeaseRef | None = None
+        self._transfer: Transfer | None = None
+        self._scope = TaskScope("reading")
+        self._digesting: list[asyncio.Task[None]] = []
+        self.result: FetchResult | None = None
+        """Of the transfer, from the moment it is known."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            if self._transfer is not None:
+                self._transfer.abandon()
+            self._context.engine.pool.free(list(self._local.values()))  # those in custody stay until they are quiet
+            self._local.clear()
+        await self._scope.close()
+
+    def take(self, ready: Ready) -> None:
+        """Begin to read what P has announced and was not asked for yet.
+
+        Raises LayoutMismatch for blocks that the hand-off does not have. What belongs to another lease than the blocks
+        before it is left alone: the grant will tell.
+        """
+        if self._lease not in (None, ready.lease):
+            return
+        announced = dict(enumerate(ready.block_ids, ready.first_block))
+        if announced:
+            self._ask(announced, ready.lease, ready.slot, is_last=False)
+
+    async def finish(self, grant: Grant) -> list[int]:
+        """Read what is missing, then verify everything. Returns the local blocks of the grant, in order. Raises the
+        typed error of what went wrong."""
+        granted = dict(enumerate(grant.block_ids, grant.first_block))
+        if self._lease not in (None, grant.lease) or any(granted.get(i) != self._remote[i] for i in self._remote):
+            raise StaleLease("the blocks that were announced are not those that are granted")
+        self._ask(granted, grant.lease, grant.slot, is_last=True)
+        assert self._transfer is not None
+        self.result = result = await asyncio.wrap_future(self._transfer.result)
+        is_ok = result.outcome is HandoffOutcome.OK
+        if not is_ok and not (result.outcome is HandoffOutcome.PEER_LOST and result.is_data_complete):
+            raise result.error() or PeerLost("the transfer failed")
+        await asyncio.gather(*self._digesting)
+        made = b"".join(self._digests.get(index, b"") for index in granted)
+        num_kv_heads = self._context.geometry.num_kv_heads
+        check_read(grant, result.snapshot if is_ok else None, made, num_kv_heads=num_kv_heads)
+        await self._context.failpoints.reach("decode.fetched")
+        if not self._transfer.quiet.done():
+            await asyncio.wrap_future(self._transfer.quiet)
+        return [self._local[index] for index in granted]
+
+    def _ask(self, blocks: dict[int, int], lease: LeaseRef, slot: int, *, is_last: bool) -> None:
+        """Read those of ``blocks`` (index to P's block) that nobody asked for before."""
+        fresh = [index for index in blocks if index not in self._local]
+        if any(index not in self._indices for index in fresh):
+            raise LayoutMismatch(f"blocks {fresh[0]} to {fresh[-1]} were offered, {self._indices} are missing here")
+        remote = [blocks[index] for index in fresh]
+        local = self._context.engine.pool.allocate(len(fresh), self._reservation)
+        self._local.update(zip(fresh, local, strict=True))
+        self._remote.update(zip(fresh, remote, strict=True))
+        self._lease = lease
+        transfer = self._transfer
+        if transfer is None:
+            transfer = self._transfer = self._begin(lease, slot)
+        arrived = transfer.more(remote, local, is_last=is_last)
+        if fresh and self._context.digester.kind is not DigestKind.OFF:
+            digesting = self._digest(fresh, local, asyncio.wrap_future(arrived))
+            self._digesting.append(self._scope.spawn(digesting, name=f"digest-{fresh[0]}"))
+
+    def _begin(self, lease: LeaseRef, slot: int) -> Transfer:
+        return self._transfers.fetch(
+            self._link,
+            FetchRequest(
+                transfer_id=self.transfer_id,
+                remote_blocks=(),
+                local_blocks=(),
+                lease=lease,
+                slot=slot,
+                deadline_s=max(0.001, self._deadline_at - self._context.clock.now()),
+                is_open=True,
+            ),
+        )
+
+    async def _digest(self, indices: Sequence[int], local: Sequence[int], arrived: "asyncio.Future[bool]") -> None:
+        """Once blocks have arrived, no operation writes to them any more."""
+        if not await arrived:
+            return
+        made = await asyncio.to_thread(self._context.digester.digest, local)
+        size = len(made) // len(indices)
+        self._digests.update((index, made[i * size : (i + 1) * size]) for i, index in enumerate(indices))
+        await self._context.failpoints.reach("decode.digested")
