@@ -30,7 +30,7 @@ def test_a_worker_that_hung_and_answers_late_does_not_depose_its_successor() -> 
         cluster.start("decode-0", num_blocks=16)
         old = cluster.start("prefill-0", num_blocks=16)
         first = cluster.ask((3, 4, 5, 6, 7), max_tokens=3)
-        await cluster.until(lambda: bool(first.run.accepted), 1.0)
+        await cluster.until(lambda: bool(first.tokens), 1.0)
         new = cluster.start("prefill-0", num_blocks=16)
         second = cluster.ask((8, 9, 10), max_tokens=3)
         assert await cluster.until(lambda: first.is_over and second.is_over, 10.0)
