@@ -159,10 +159,10 @@ class LimitsConfig(_Section):
     max_stop_strings: int = Field(default=4, ge=1)
     max_stop_token_ids: int = Field(default=64, ge=1)
     max_logprobs: int = Field(default=20, ge=0)
-    drain_wait_s: float = Field(default=0, ge=0)
-    """After SIGTERM: how long `/ready` says no while requests are still taken, so that a load balancer notices."""
     max_choices: int = Field(default=128, ge=1)
     """Choices of one request: its prompts times ``n``."""
+    drain_wait_s: float = Field(default=0, ge=0)
+    """After SIGTERM: how long `/ready` says no while requests are still taken, so that a load balancer notices."""
     drain_s: float = Field(default=30, ge=0)
     """After that, how long running requests may go on. Both together must be less than the launcher's grace."""
 
@@ -199,6 +199,8 @@ class GatewayConfig(_Section):
     tls: TlsConfig | None = None
     """Null serves plain HTTP."""
     cors: CorsConfig = CorsConfig()
+    unknown_fields: Literal["ignore", "refuse"] = "ignore"
+    """Members of a body that this API does not know: counted and ignored (clients send extras of others), or 400."""
     limits: LimitsConfig = LimitsConfig()
 
     @property

@@ -23,6 +23,7 @@ LOWEST_LOGPROB = -9999.0
 
 Fields = dict[str, object]
 """Members of a JSON object on its way to the encoder."""
+TokenLists = dict[str, list[object]]
 
 
 class Part:
@@ -160,7 +161,7 @@ class Answer:
 
     def _chunk(self, part: Part, text: str, finish_reason: FinishReason | None) -> bytes:
         choice: Fields = {"index": part.index, **self._chunk_content(text)}
-        choice["logprobs"] = self._logprobs(part.token_ids, part.logprobs, part.offsets)
+        choice["logprobs"] = self._logprobs(part)
         choice["finish_reason"] = finish_reason
         rest: Fields = {"choices": [choice]}
         if self._job.return_token_ids:
@@ -210,7 +211,7 @@ class Answer:
 
     def _whole_choice(self, part: Part) -> Fields:
         choice: Fields = {"index": part.index, **self._whole_content(part)}
-        choice["logprobs"] = self._logprobs(part.token_ids, part.logprobs, part.offsets)
+        choice["logprobs"] = self._whole_logprobs(part)
         choice["finish_reason"] = part.finish_reason
         choice["stop_reason"] = part.stop_reason
         if self._job.return_token_ids:
@@ -221,7 +222,7 @@ class Answer:
         fields: Fields = {}
         if self._job.return_token_ids:
             fields["prompt_token_ids"] = self._job.prompts[index].token_ids
-        if self._job.sampling.prompt_logprobs is not None:
+        if self._job.shows_prompt_logprobs:
             fields["prompt_logprobs"] = self._prompt_logprobs(index)
         return fields
 
@@ -242,10 +243,15 @@ class Answer:
     def _whole_content(self, part: Part) -> Fields:
         raise NotImplementedError
 
-    def _logprobs(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], offsets: Sequence[int]
-    ) -> Fields | None:
+    def _logprobs(self, part: Part) -> Mapping[str, object] | None:
+        """Of the tokens that the part holds; None where there are none or nobody asked."""
         raise NotImplementedError
+
+    def _whole_logprobs(self, part: Part) -> Mapping[str, object] | None:
+        return self._logprobs(part)
+
+    def _token_name(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._job.tokens_as_ids else self._tokenizer.token_text(token_id)
 
 
 class ChatAnswer(Answer):
@@ -281,10 +287,8 @@ class ChatAnswer(Answer):
     def _whole_content(self, part: Part) -> Fields:
         return {"message": {"role": "assistant", "content": "".join(part.texts), "refusal": None}}
 
-    def _logprobs(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], offsets: Sequence[int]
-    ) -> Fields | None:
-        if self._job.num_logprobs is None or not token_ids:
+    def _logprobs(self, part: Part) -> Fields | None:
+        if self._job.num_logprobs is None or not part.token_ids:
             return None
         content = [
             {
@@ -293,14 +297,14 @@ class ChatAnswer(Answer):
                     self._token_value(top_id, logprob) for top_id, logprob in one.top[: self._job.num_logprobs]
                 ],
             }
-            for token_id, one in zip(token_ids, logprobs, strict=True)
+            for token_id, one in zip(part.token_ids, part.logprobs, strict=True)
         ]
         return {"content": content, "refusal": None}
 
     def _token_value(self, token_id: int, logprob: float) -> Fields:
         """`bytes` is the truth; `token` is readable, with U+FFFD for a part of a character."""
         return {
-            "token": self._tokenizer.token_text(token_id),
+            "token": self._token_name(token_id),
             "logprob": finite(logprob),
             "bytes": list(self._tokenizer.token_bytes(token_id)),
         }
@@ -317,10 +321,20 @@ class CompletionAnswer(Answer):
         prompt = self._prompt(part)
         if not prompt.echo and not self._job.return_token_ids:
             return b""
-        choice: Fields = {"index": part.index, "text": prompt.echo, "logprobs": None, "finish_reason": None}
+        choice: Fields = {"index": part.index, "text": prompt.echo}
+        choice |= {"logprobs": self._echo_logprobs(part), "finish_reason": None}
         if self._job.return_token_ids:
             choice |= {"token_ids": [], "prompt_token_ids": prompt.token_ids}
         return self._event({"choices": [choice]})
+
+    def _frames(self, part: Part) -> bytes:
+        if not part.is_open and self._job.scores_echo and not self._is_scored(part):
+            self._changed[part.index] = part  # D's first token overtook what P has to say of the prompt
+            return b""
+        return super()._frames(part)
+
+    def _is_scored(self, part: Part) -> bool:
+        return len(self.runs[part.prompt_index].prompt_logprobs) == len(self._prompt(part).token_ids) - 1
 
     def _prompt(self, part: Part) -> Prompt:
         return self._job.prompts[part.prompt_index]
@@ -337,22 +351,42 @@ class CompletionAnswer(Answer):
     def _whole_content(self, part: Part) -> Fields:
         return {"text": self._prompt(part).echo + "".join(part.texts)}
 
-    def _logprobs(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], offsets: Sequence[int]
-    ) -> Fields | None:
-        if self._job.num_logprobs is None or not token_ids:
+    def _logprobs(self, part: Part) -> TokenLists | None:
+        if self._job.num_logprobs is None or not part.token_ids:
             return None
-        tokenizer = self._tokenizer
-        tops: list[Mapping[str, object]] = []
+        start = len(self._prompt(part).echo)
+        return self._token_lists(part.token_ids, part.logprobs, [start + offset for offset in part.offsets])
+
+    def _whole_logprobs(self, part: Part) -> TokenLists | None:
+        """Those of an echoed prompt first."""
+        lists, rest = self._echo_logprobs(part), self._logprobs(part)
+        if lists is None or rest is None:
+            return lists or rest
+        return {name: [*values, *rest[name]] for name, values in lists.items()}
+
+    def _echo_logprobs(self, part: Part) -> TokenLists | None:
+        """The first token of a prompt has none."""
+        if not self._job.scores_echo:
+            return None
+        prompt = self._prompt(part)
+        first, *others = prompt.token_ids
+        lists = self._token_lists(others, self.runs[part.prompt_index].prompt_logprobs, prompt.offsets[1:])
+        heads = {"tokens": self._token_name(first), "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
+        return {name: [heads[name], *values] for name, values in lists.items()}
+
+    def _token_lists(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], offsets: Sequence[int]
+    ) -> TokenLists:
+        """Four lists of one length."""
+        tops: list[object] = []
         for token_id, one in zip(token_ids, logprobs, strict=True):
             top: Fields = {
-                tokenizer.token_text(one_id): finite(value)
-                for one_id, value in reversed(one.top[: self._job.num_logprobs])
+                self._token_name(one_id): finite(value) for one_id, value in reversed(one.top[: self._job.num_logprobs])
             }
-            top.setdefault(tokenizer.token_text(token_id), finite(one.logprob))
+            top.setdefault(self._token_name(token_id), finite(one.logprob))
             tops.append(top)
         return {
-            "tokens": [tokenizer.token_text(token_id) for token_id in token_ids],
+            "tokens": [self._token_name(token_id) for token_id in token_ids],
             "token_logprobs": [finite(one.logprob) for one in logprobs],
             "top_logprobs": tops,
             "text_offset": list(offsets),

@@ -13,6 +13,7 @@ from core.telemetry import Telemetry
 from gateway.access.assembly import Access, OpenAccess
 from gateway.cors import Cors
 from gateway.edge import Door, Edge, Endpoint, Handle, method_not_allowed, not_found, open_door
+from gateway.fields import UnknownFields
 from gateway.generation import Generation
 from gateway.legs import Peers
 from gateway.metrics import GatewayMetrics
@@ -59,10 +60,15 @@ class Gateway:
             max_attempts=config.gateway.limits.max_attempts,
             capacity_patience_s=config.router.placement_wait_s,
         )
+        unknown = UnknownFields(
+            lambda route, count: self._metrics.unknown_fields.labels(route).inc(count),
+            refuse=config.gateway.unknown_fields == "refuse",
+        )
         self._generation = Generation(
             shelf=self._shelf,
             pipeline=Pipeline(router, self.peers, limits, on_end=self._on_end),
             limits=config.gateway.limits,
+            unknown=unknown,
             clock=clock,
             gateway_id=gateway_id,
             incarnation=incarnation,
@@ -72,6 +78,7 @@ class Gateway:
         routes = Routes(
             shelf=self._shelf,
             limits=config.gateway.limits,
+            unknown=unknown,
             generation=self._generation,
             reporter=self.reporter,
             telemetry=telemetry,

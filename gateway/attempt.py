@@ -3,6 +3,7 @@
 from core import types as t
 from core.errors import InternalError
 from gateway.run import Branch, Choice, Run
+from gateway.text import TextDelta
 
 Event = t.TokenChunk | t.AttemptAccepted | t.AdmitReply | t.PrefillReply
 
@@ -33,7 +34,7 @@ class Attempt:
 
     @property
     def is_over(self) -> bool:
-        return all(choice.finish_reason is not None for choice in self.branch.choices)
+        return self.run.is_scored and all(choice.finish_reason is not None for choice in self.branch.choices)
 
     @property
     def is_settled_by_decode(self) -> bool:
@@ -135,7 +136,7 @@ class Attempt:
                 self.unread.add(choice.number)
             if run.is_over:
                 run.finish()
-        choice.sink(delta)
+        choice.sink(TextDelta(finish_reason=t.FinishReason.LENGTH) if run.is_scoring else delta)
 
     def _choice(self, chunk: t.TokenChunk) -> Choice:
         choice = self._choices.get(chunk.choice)

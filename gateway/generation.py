@@ -16,6 +16,7 @@ from gateway.access.reservations import Demand
 from gateway.answers import Answer, ChatAnswer, CompletionAnswer
 from gateway.edge import Exchange
 from gateway.event_stream import EventStream
+from gateway.fields import UnknownFields
 from gateway.http import Receive, Scope, Send, header, read_json_body, send_bytes, until_disconnect
 from gateway.models import ModelShelf
 from gateway.parse import Job, chat_job, completion_job
@@ -42,6 +43,7 @@ class Generation:
         shelf: ModelShelf,
         pipeline: Pipeline,
         limits: LimitsConfig,
+        unknown: UnknownFields,
         clock: Clock,
         gateway_id: GatewayId,
         incarnation: Incarnation,
@@ -51,6 +53,7 @@ class Generation:
         self._shelf = shelf
         self._pipeline = pipeline
         self._limits = limits
+        self._unknown = unknown
         self._clock = clock
         self._gateway_id = gateway_id
         self._incarnation = incarnation
@@ -80,14 +83,14 @@ class Generation:
 
     async def chat_completions(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         def make_job(raw: bytes) -> Job:
-            body = parse_body(ChatBody, raw)
+            body = parse_body(ChatBody, raw, self._unknown)
             return chat_job(body, self._shelf.seen_by(exchange.caller).get(body.model), self._limits)
 
         await self._generate(exchange, scope, receive, send, make_job, ChatAnswer)
 
     async def completions(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         def make_job(raw: bytes) -> Job:
-            body = parse_body(CompletionBody, raw)
+            body = parse_body(CompletionBody, raw, self._unknown)
             return completion_job(body, self._shelf.seen_by(exchange.caller).get(body.model), self._limits)
 
         await self._generate(exchange, scope, receive, send, make_job, CompletionAnswer)
@@ -143,7 +146,11 @@ class Generation:
         runs = answer.runs = self._runs(exchange, scope, job, answer, stages)
         if header(scope, b"x-baton-timing") == "1":
             answer.timing = _timing
-        work = _echo(runs) if job.is_echo_only else all_or_none([self._pipeline.generate(run) for run in runs])
+        work = (
+            _echo(runs)
+            if job.is_echo_only and not job.scores_echo
+            else all_or_none([self._pipeline.generate(run) for run in runs])
+        )
         is_answered = False
         try:
             if job.stream:
@@ -187,7 +194,8 @@ class Generation:
                 )
                 for choice in range(job.sampling.n)
             ]
-            runs.append(Run(request, choices, stages if number == 0 else stages.copy()))
+            clock = stages if number == 0 else stages.copy()
+            runs.append(Run(request, choices, clock, is_scoring=job.is_echo_only))
             runs[-1].stages.mark("prepare")
         return runs
 

@@ -19,6 +19,9 @@ class GatewayMetrics:
 
         self.running = Gauge(name("num_requests_running"), "Requests being worked on.", registry=registry)
         self.responses = Counter(name("http_responses"), "HTTP answers.", ("route", "status"), registry=registry)
+        self.unknown_fields = Counter(
+            name("unknown_fields"), "Members of bodies that this API does not know.", ("route",), registry=registry
+        )
         self._requests = Counter(name("requests"), "Requests that ended.", ("model", "outcome"), registry=registry)
         self._attempts = Counter(name("attempts"), "Attempts made, first ones included.", ("model",), registry=registry)
         self._prompt_tokens = Counter(name("prompt_tokens"), "Prompt tokens.", ("model",), registry=registry)

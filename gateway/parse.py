@@ -14,7 +14,7 @@ from core.types import SamplingParams
 from gateway.models import ServedModel
 from gateway.schemas import INT64, ChatBody, CompletionBody, GenerationBody, Message, TokenizeBody
 from gateway.structured import grammar_of
-from gateway.text import TextRules
+from gateway.text import Detokenizer, TextRules
 from modelfiles import ChatMessage, TemplateError
 
 GREEDY_BELOW = 1e-5
@@ -26,8 +26,12 @@ MAX_LOGIT_BIAS = 1024
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     token_ids: tuple[int, ...]
+    text: str = ""
+    """As it was given, if it was."""
     echo: str = ""
     """Text that precedes each of its answers (completions with `echo`)."""
+    offsets: tuple[int, ...] = ()
+    """Characters of `echo` before each token, when their log probabilities are shown too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +53,11 @@ class Job:
     cache_salt: str = ""
     is_echo_only: bool = False
     """Nothing is to be generated."""
+    shows_prompt_logprobs: bool = False
+    scores_echo: bool = False
+    """Log probabilities of the echoed prompt are part of the answer."""
+    tokens_as_ids: bool = False
+    """Tokens of log probabilities are written as ids."""
 
 
 def chat_job(body: ChatBody, model: ServedModel, limits: LimitsConfig) -> Job:
@@ -75,21 +84,23 @@ def completion_job(body: CompletionBody, model: ServedModel, limits: LimitsConfi
     prompts = _completion_prompts(body, model, limits)
     if body.best_of not in (None, body.n):
         raise InvalidRequest("'best_of' must equal 'n'; leave it out", param="best_of", code="unsupported_parameter")
-    if body.echo and body.logprobs is not None:
-        raise InvalidRequest(
-            "'logprobs' together with 'echo' is not supported yet; leave one out",
-            param="logprobs",
-            code="unsupported_parameter",
-        )
     if body.max_tokens == 0 and not body.echo:
         raise InvalidRequest("'max_tokens' may be 0 only with 'echo'", param="max_tokens", code="invalid_value")
     num_logprobs = _num_logprobs(body.logprobs, "logprobs", limits)
-    job = _job(body, model, limits, prompts, "prompt", body.max_tokens, "max_tokens")
+    scores_echo = body.echo and num_logprobs is not None
+    is_scoring = scores_echo and body.max_tokens == 0
+    # The log probabilities of a prompt come with a token behind it, which is then nobody's.
+    job = _job(body, model, limits, prompts, "prompt", 1 if is_scoring else body.max_tokens, "max_tokens")
+    prompt_logprobs = job.sampling.prompt_logprobs
+    if scores_echo:
+        prompt_logprobs = max(num_logprobs or 0, prompt_logprobs or 0)
     return replace(
         job,
+        prompts=tuple(_echoed(prompt, body, model) for prompt in job.prompts) if body.echo else job.prompts,
         num_logprobs=num_logprobs,
-        sampling=replace(job.sampling, logprobs=num_logprobs),
+        sampling=replace(job.sampling, logprobs=num_logprobs, prompt_logprobs=prompt_logprobs),
         is_echo_only=body.max_tokens == 0,
+        scores_echo=scores_echo,
     )
 
 
@@ -189,10 +200,31 @@ def _completion_prompt(given: object, body: CompletionBody, model: ServedModel, 
         raise InvalidRequest(f"'{param}' must be a text or a list of token ids", param=param, code="invalid_value")
     if not token_ids:
         raise InvalidRequest(f"'{param}' must not be empty", param=param, code="invalid_value")
-    if not body.echo:
-        return Prompt(token_ids=token_ids)
-    decoded = model.tokenizer.decode(token_ids, skip_special_tokens=body.skip_special_tokens)
-    return Prompt(token_ids=token_ids, echo=given if isinstance(given, str) else decoded)
+    return Prompt(token_ids=token_ids, text=given if isinstance(given, str) else "")
+
+
+def _echoed(prompt: Prompt, body: CompletionBody, model: ServedModel) -> Prompt:
+    """With the text that is echoed: as it was given, or as its tokens read."""
+    detokenizer = Detokenizer(model.tokenizer, skip_special_tokens=body.skip_special_tokens and not prompt.text)
+    offsets, text = [], ""
+    for token_id in prompt.token_ids:
+        offsets.append(len(text))
+        text += detokenizer.append(token_id)
+    echo = prompt.text or text + detokenizer.finish()
+    return replace(prompt, echo=echo, offsets=tuple(min(offset, len(echo)) for offset in offsets))
+
+
+def _truncated(prompts: tuple[Prompt, ...], body: GenerationBody, room: int) -> tuple[Prompt, ...]:
+    """Prompts of at most ``truncate_prompt_tokens`` tokens; -1 stands for ``room``."""
+    if body.truncate_prompt_tokens is None:
+        return prompts
+    most = max(1, room) if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens
+    return tuple(
+        prompt
+        if len(prompt.token_ids) <= most
+        else Prompt(token_ids=prompt.token_ids[-most:] if body.truncation_side == "left" else prompt.token_ids[:most])
+        for prompt in prompts
+    )
 
 
 def _num_logprobs(asked: int | None, param: str, limits: LimitsConfig) -> int | None:
@@ -220,6 +252,7 @@ def _job(
             param="priority",
             code="unsupported_parameter",
         )
+    prompts = _truncated(prompts, body, model.max_context - (1 if asked_tokens is None else asked_tokens))
     longest = max(len(prompt.token_ids) for prompt in prompts)
     max_tokens = _max_tokens(model, longest, prompt_param, asked_tokens, tokens_param)
     if body.min_tokens > max_tokens:
@@ -249,6 +282,8 @@ def _job(
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
         return_token_ids=body.return_token_ids,
+        tokens_as_ids=body.return_tokens_as_token_ids,
+        shows_prompt_logprobs=body.prompt_logprobs is not None and not body.stream,
         num_logprobs=None,
         priority=body.priority,
         cache_salt=body.cache_salt or "",

@@ -121,7 +121,8 @@ class Pipeline:
         # A worker may cancel an attempt for reasons of its own (it lost us for a moment); our client did not.
         recovery = Recovery.REPLACE if isinstance(error, Cancelled) else error.recovery
         placement = branch.placement
-        if placement is None or recovery is Recovery.NONE or run.remaining_s() <= 0:
+        is_told = all(choice.finish_reason is not None for choice in branch.choices)  # only P's word is missing
+        if placement is None or recovery is Recovery.NONE or run.remaining_s() <= 0 or is_told:
             raise error
         run.stages.mark("retry")
         log.info(

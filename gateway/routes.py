@@ -6,6 +6,7 @@ from core.config import LimitsConfig
 from core.errors import InvalidRequest, NoWorker
 from core.telemetry import Telemetry
 from gateway.edge import Exchange
+from gateway.fields import UnknownFields
 from gateway.generation import Generation
 from gateway.http import Receive, Scope, Send, read_json_body, send_bytes, send_json, until_disconnect
 from gateway.models import ModelShelf, ServedModel
@@ -24,12 +25,14 @@ class Routes:
         *,
         shelf: ModelShelf,
         limits: LimitsConfig,
+        unknown: UnknownFields,
         generation: Generation,
         reporter: Reporter,
         telemetry: Telemetry,
     ) -> None:
         self._shelf = shelf
         self._limits = limits
+        self._unknown = unknown
         self._generation = generation
         self._reporter = reporter
         self._telemetry = telemetry
@@ -48,7 +51,7 @@ class Routes:
         raw = await read_json_body(scope, receive, self._limits)
 
         def work() -> bytes:
-            body = parse_body(TokenizeBody, raw)
+            body = parse_body(TokenizeBody, raw, self._unknown)
             model = self._shelf.seen_by(exchange.caller).only(body.model)
             token_ids = tokenize(body, model)
             return orjson.dumps(
@@ -68,7 +71,7 @@ class Routes:
         raw = await read_json_body(scope, receive, self._limits)
 
         def work() -> bytes:
-            body = parse_body(DetokenizeBody, raw)
+            body = parse_body(DetokenizeBody, raw, self._unknown)
             model = self._shelf.seen_by(exchange.caller).only(body.model)
             if len(body.tokens) > MAX_DETOKENIZE:
                 raise InvalidRequest(f"'tokens' may hold at most {MAX_DETOKENIZE} ids", param="tokens")

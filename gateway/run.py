@@ -74,11 +74,15 @@ class Branch:
 class Run:
     """One request on its way. `request.deadline_s` and `request.age_s` count from the start of `stages`."""
 
-    def __init__(self, request: t.GenerateRequest, choices: Sequence[Choice], stages: StageClock) -> None:
+    def __init__(
+        self, request: t.GenerateRequest, choices: Sequence[Choice], stages: StageClock, *, is_scoring: bool = False
+    ) -> None:
         assert len(choices) == request.sampling.n, "a choice for each sample"
         self.request = request
         self.choices = tuple(choices)
         self.stages = stages
+        self.is_scoring = is_scoring
+        """Only the log probabilities of the prompt are wanted: the one token behind it is part of no answer."""
         self.attempt = 0
         """The number of the last attempt."""
         self.last_placement: t.Placement | None = None
@@ -95,8 +99,14 @@ class Run:
         return all(choice.finish_reason is not None for choice in self.choices)
 
     @property
+    def is_scored(self) -> bool:
+        """What was asked about the prompt is there."""
+        wanted = self.request.sampling.prompt_logprobs is not None
+        return not wanted or len(self.prompt_logprobs) == self.request.num_prompt_tokens - 1
+
+    @property
     def num_completion_tokens(self) -> int:
-        return sum(len(choice.accepted) for choice in self.choices)
+        return 0 if self.is_scoring else sum(len(choice.accepted) for choice in self.choices)
 
     @property
     def num_overrun(self) -> int:

@@ -1,16 +1,16 @@
 """The HTTP bodies, parsed strictly: no bool for an integer, no NaN, no number in a string.
 
-A null member counts as absent. Unknown members are ignored (clients send vendor extras); members that are known but not
-built are refused by name, unless their value asks for nothing.
+A null member counts as absent. What is honoured, refused by name or ignored stands in `fields.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from core.errors import InvalidRequest
+from gateway.fields import ROUTES, neutral_values
 from gateway.json_body import load_object
 
 INT32 = 2**31 - 1
@@ -19,35 +19,6 @@ MAX_MESSAGES = 4096
 MAX_STOP_CHARS = 1000
 MAX_BAD_WORDS = 128
 MAX_ERROR_CHARS = 500
-
-_GENERATION_NOT_BUILT: Mapping[str, tuple[object, ...]] = {
-    "length_penalty": (1,),
-    "logprob_token_ids": ([],),
-    "repetition_detection": (),
-    "return_tokens_as_token_ids": (False,),
-    "stream_interval": (1,),
-    "thinking_token_budget": (),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-    "vllm_xargs": ({},),
-}
-_CHAT_NOT_BUILT: Mapping[str, tuple[object, ...]] = {
-    "audio": (),
-    "chat_template": (),
-    "documents": ([],),
-    "echo": (False,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "prediction": (),
-    "store": (False,),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "web_search_options": (),
-}
-_COMPLETION_NOT_BUILT: Mapping[str, tuple[object, ...]] = {
-    "suffix": ("",),
-}
 
 
 def _one_or_many(value: object) -> object:
@@ -71,6 +42,8 @@ def _joined_content(value: object) -> object:
 
 class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False, protected_namespaces=())
+    route: ClassVar[str] = ""
+    """Of a whole body: its rules in gateway/fields.py."""
     not_built: ClassVar[Mapping[str, tuple[object, ...]]] = {}
 
 
@@ -151,7 +124,10 @@ class GenerationBody(Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     prompt_logprobs: int | None = Field(default=None, ge=0, le=INT64)
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=INT64)] | Literal[-1] | None = None
+    truncation_side: Literal["left", "right"] = "left"
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: object = None
@@ -161,7 +137,8 @@ class GenerationBody(Body):
 
 
 class ChatBody(GenerationBody):
-    not_built = {**_GENERATION_NOT_BUILT, **_CHAT_NOT_BUILT}
+    route = "chat"
+    not_built = neutral_values(route)
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_tokens: int | None = Field(default=None, ge=1, le=INT64)
@@ -175,7 +152,8 @@ class ChatBody(GenerationBody):
 
 
 class CompletionBody(GenerationBody):
-    not_built = {**_GENERATION_NOT_BUILT, **_COMPLETION_NOT_BUILT}
+    route = "completions"
+    not_built = neutral_values(route)
 
     prompt: str | list[object]
     max_tokens: int = Field(default=16, ge=0, le=INT64)
@@ -189,7 +167,8 @@ class CompletionBody(GenerationBody):
 class TokenizeBody(Body):
     """Text or chat: exactly one of `prompt` and `messages`."""
 
-    not_built = {"chat_template": (), "tools": ([],)}
+    route = "tokenize"
+    not_built = neutral_values(route)
 
     model: str | None = None
     prompt: str | None = None
@@ -202,6 +181,8 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
+    route = "detokenize"
+
     model: str | None = None
     tokens: list[int]
 
@@ -209,9 +190,17 @@ class DetokenizeBody(Body):
 SomeBody = TypeVar("SomeBody", bound=Body)
 
 
-def parse_body(cls: type[SomeBody], raw: bytes) -> SomeBody:
-    """The body as `cls`, or InvalidRequest that names the member. Never echoes what the caller sent."""
+def parse_body(
+    cls: type[SomeBody], raw: bytes, on_unknown: Callable[[str, list[str]], None] = lambda route, names: None
+) -> SomeBody:
+    """The body as `cls`, or InvalidRequest that names the member. Never echoes what the caller sent.
+
+    ``on_unknown`` is told of members that stand in no rule; it may raise.
+    """
     value = load_object(raw)
+    unknown = [name for name in value if name not in ROUTES[cls.route]]
+    if unknown:
+        on_unknown(cls.route, unknown)
     _refuse_not_built(cls, value, "")
     messages = value.get("messages")
     if isinstance(messages, list):
@@ -224,8 +213,19 @@ def parse_body(cls: type[SomeBody], raw: bytes) -> SomeBody:
     if isinstance(structured, dict):
         _refuse_not_built(StructuredOutputs, structured, "structured_outputs.")
     present = {name: member for name, member in value.items() if member is not None}
+    if present.get("continue_final_message") is True and present.get("add_generation_prompt") is True:
+        raise InvalidRequest(
+            "'add_generation_prompt' and 'continue_final_message' exclude each other",
+            param="add_generation_prompt",
+            code="invalid_value",
+        )
+    return validated(cls, present)
+
+
+def validated(cls: type[SomeBody], members: Mapping[str, object]) -> SomeBody:
+    """The members as `cls`, or InvalidRequest that names the one at fault."""
     try:
-        return cls.model_validate(present)
+        return cls.model_validate(members)
     except ValidationError as error:
         raise _first_error(error.errors(include_url=False, include_input=False, include_context=False)[0]) from None
 

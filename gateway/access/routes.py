@@ -17,7 +17,8 @@ from gateway.access.ledger import Ledger
 from gateway.access.store import SECONDS_A_DAY, AccessStore, UsageFilter, UsageRow
 from gateway.edge import Exchange
 from gateway.http import NotFound, Receive, Scope, Send, read_json_body, send_json
-from gateway.schemas import parse_body
+from gateway.json_body import load_object
+from gateway.schemas import validated
 
 BODY_LIMITS = LimitsConfig(max_body_bytes=65_536)
 MAX_DAYS = 36_500
@@ -44,7 +45,7 @@ class AccessRoutes:
         self._ledger = ledger
 
     async def create_key(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
-        body = parse_body(NewKey, await read_json_body(scope, receive, BODY_LIMITS))
+        body = validated(NewKey, load_object(await read_json_body(scope, receive, BODY_LIMITS)))
         async with _answering():
             record, text = await self._store.create_key(body.terms(), expires_at=body.expires_at(time.time()))
         exchange.fields["created_key"] = record.key_id

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 from core import types as t
@@ -171,10 +171,19 @@ class ScriptedCluster:
             stop_token_id=self.script.stop_token_id if is_last else None,
         )
 
+    def prompt_scores(self, request: t.GenerateRequest) -> tuple[t.TokenLogprobs, ...]:
+        if request.sampling.prompt_logprobs is None:
+            return ()
+        score = self.script.logprobs or (lambda token_id: t.TokenLogprobs(logprob=-1.0, rank=1))
+        return tuple(score(token_id) for token_id in request.prompt_token_ids[1:])
+
     def chunks(self, request: t.GenerateRequest) -> list[t.TokenChunk]:
         """What D sends for an attempt, the choices step by step beside each other."""
         each = [self.chunks_of(request, progress) for progress in request.choices]
-        return [chunk for step in zip_longest(*each) for chunk in step if chunk is not None]
+        chunks = [chunk for step in zip_longest(*each) for chunk in step if chunk is not None]
+        if self.script.mode is t.Mode.LOCAL:
+            chunks[0] = replace(chunks[0], prompt_logprobs=self.prompt_scores(request))
+        return chunks
 
     def chunks_of(self, request: t.GenerateRequest, progress: t.ChoiceProgress) -> list[t.TokenChunk]:
         """The script's steps from the accepted tokens on (index 0 of a split repeated)."""
@@ -236,6 +245,7 @@ class ScriptedPrefill:
             first_tokens=tuple(cluster.first_token(request.request, one) for one in request.request.choices),
             num_cached_tokens=0,
             stages=t.StageTimes(),
+            prompt_logprobs=cluster.prompt_scores(request.request),
         )
 
     async def abort(self, request: t.AbortRequest) -> t.AbortReply:

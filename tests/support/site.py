@@ -16,7 +16,7 @@ from gateway.app import Gateway
 from gateway.models import ServedModel
 from gateway.server import Server
 from gateway.tls import Certificate
-from modelfiles import ChatTemplate, GenerationDefaults
+from modelfiles import ChatTemplate, GenerationDefaults, Tokenizer
 from tests.support.asgi import Client
 from tests.support.scripted import Script, ScriptedCluster
 from tests.support.tiny_tokenizer import EOS_TEXT, ids_of, tiny_tokenizer
@@ -26,6 +26,7 @@ TEMPLATE = (
     "{{ '<|im_start|>system\nBe brief<|im_end|>\n' }}{% endif %}"
     "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% if signature is defined %}{{ signature }}{% endif %}"
 )
 MAX_CONTEXT = 200
 
@@ -40,8 +41,8 @@ class Site:
     telemetry: Telemetry
 
 
-def served_model() -> ServedModel:
-    tokenizer = tiny_tokenizer()
+def served_model(tokenizer: Tokenizer | None = None) -> ServedModel:
+    tokenizer = tokenizer or tiny_tokenizer()
     eos = tokenizer.added_id(EOS_TEXT)
     assert eos is not None
     return ServedModel(
@@ -65,7 +66,9 @@ def cluster_config(**gateway: object) -> ClusterConfig:
 
 
 @asynccontextmanager
-async def open_site(script: Script | None = None, **settings: object) -> AsyncIterator[Site]:
+async def open_site(
+    script: Script | None = None, *, model: ServedModel | None = None, **settings: object
+) -> AsyncIterator[Site]:
     """`settings` belong to the configuration's gateway section."""
     cluster = ScriptedCluster(script or Script(steps=[[one] for one in ids_of("hello world")]))
     telemetry = Telemetry(component="gateway")
@@ -73,7 +76,7 @@ async def open_site(script: Script | None = None, **settings: object) -> AsyncIt
         cluster_config(**settings),
         router=cluster,
         clients=cluster,
-        models=[served_model()],
+        models=[model or served_model()],
         telemetry=telemetry,
         gateway_id=GatewayId("g"),
         incarnation=Incarnation(7),

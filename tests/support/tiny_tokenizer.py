@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from modelfiles import Tokenizer
 
@@ -26,6 +26,15 @@ def rust_tokenizer() -> tokenizers.Tokenizer:
 @cache
 def tiny_tokenizer() -> Tokenizer:
     return Tokenizer(rust_tokenizer(), "tiny")
+
+
+@cache
+def bos_tokenizer() -> Tokenizer:
+    """The same, but it begins a text with a mark."""
+    built = rust_tokenizer()
+    mark = (START_TEXT, built.token_to_id(START_TEXT))
+    built.post_processor = processors.TemplateProcessing(single=f"{START_TEXT} $A", special_tokens=[mark])
+    return Tokenizer(built, "tiny-bos")
 
 
 @cache
