@@ -11,6 +11,8 @@ from enum import StrEnum
 from core.errors import InvalidRequest
 
 MAX_SOURCE_BYTES = 1 << 16
+GRAMMAR_PARAM = "structured_outputs"
+"""The param of an error about a grammar; a gateway puts the caller's own name of it there."""
 MAX_WHITESPACE = 20
 """Most white space characters in one place where white space is free."""
 
@@ -44,7 +46,7 @@ class GrammarSource:
     def decode(cls, text: str) -> "GrammarSource":
         """Raises InvalidRequest for anything that :meth:`encode` did not write."""
         if len(text) > 2 * MAX_SOURCE_BYTES:
-            raise InvalidRequest("the grammar is too large", param="structured_outputs")
+            raise InvalidRequest("the grammar is too large", param=GRAMMAR_PARAM)
         try:
             content = json.loads(text)
             return cls(
@@ -53,4 +55,4 @@ class GrammarSource:
                 free_whitespace=content.get("free_whitespace") is True,
             )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise InvalidRequest("the grammar is not a canonical source", param="structured_outputs") from None
+            raise InvalidRequest("the grammar is not a canonical source", param=GRAMMAR_PARAM) from None

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from core.errors import InternalError, InvalidRequest, QueueFull, ServingError
-from core.grammar import MAX_WHITESPACE, GrammarKind, GrammarSource
+from core.grammar import GRAMMAR_PARAM, MAX_WHITESPACE, GrammarKind, GrammarSource
 from modelfiles.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class Grammars:
             return QueueFull("other grammars are being compiled; try again")
         return InvalidRequest(
             f"the grammar takes more than {self._limit_s:g} s to compile: make it smaller",
-            param="structured_outputs",
+            param=GRAMMAR_PARAM,
             code="invalid_grammar",
         )
 
@@ -189,7 +189,7 @@ class Grammars:
             return self._compiler(is_one_line).compile_grammar(grammar)
         except (RuntimeError, ValueError, TypeError, RecursionError) as error:
             message = f"the {source.kind} cannot be compiled: {_reason(error)}"
-            raise InvalidRequest(message, param="structured_outputs", code="invalid_grammar") from None
+            raise InvalidRequest(message, param=GRAMMAR_PARAM, code="invalid_grammar") from None
 
     def _compiler(self, is_one_line: bool) -> "xgrammar.GrammarCompiler":
         import xgrammar

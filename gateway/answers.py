@@ -12,7 +12,9 @@ from typing import ClassVar
 
 import orjson
 
+from core.errors import ServingError
 from core.types import FinishReason, TokenLogprobs
+from gateway.http import DONE, stream_failure
 from gateway.parse import Job, Prompt
 from gateway.run import Run, Sink
 from gateway.text import TextDelta
@@ -140,10 +142,14 @@ class Answer:
         return frames
 
     def closing(self) -> bytes:
-        """The usage chunk, if it was asked for."""
+        """The last frames: the usage chunk, if it was asked for, and the end."""
         if not self._job.include_usage:
-            return b""
-        return self._head + b'"choices":[],"usage":' + orjson.dumps(usage_of(self.runs).value()) + b"}\n\n"
+            return DONE
+        return self._head + b'"choices":[],"usage":' + orjson.dumps(usage_of(self.runs).value()) + b"}\n\n" + DONE
+
+    def failure(self, error: ServingError) -> bytes:
+        """The last frames of a stream that breaks."""
+        return stream_failure(error)
 
     def _open(self, part: Part) -> bytes:
         """The frames before the first token of a choice."""

@@ -133,6 +133,7 @@ def _application(generation: Generation, routes: Routes, access: Access) -> Fast
     table: list[tuple[str, str, Door, Handle]] = [
         ("POST", "/v1/chat/completions", key, generation.chat_completions),
         ("POST", "/v1/completions", key, generation.completions),
+        ("POST", "/v1/responses", key, generation.responses),
         ("GET", "/v1/models", key, routes.list_models),
         ("GET", "/v1/models/{name:path}", key, routes.show_model),
         ("POST", "/tokenize", key, routes.tokenize),

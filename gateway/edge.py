@@ -10,7 +10,6 @@ from core.errors import Cancelled, InternalError, ServingError
 from core.ids import new_request_id
 from gateway.access.caller import ANYBODY
 from gateway.http import (
-    DONE,
     ClientGone,
     Message,
     MethodNotAllowed,
@@ -19,10 +18,9 @@ from gateway.http import (
     Scope,
     Send,
     end_events,
-    error_value,
-    event_frame,
     header,
     send_error,
+    stream_failure,
 )
 from gateway.metrics import GatewayMetrics
 
@@ -45,6 +43,8 @@ class Exchange:
         self.route = "other"
         self.status = 0
         self.is_stream = False
+        self.failure: Callable[[ServingError], bytes] = stream_failure
+        """How a stream that has begun tells of an error."""
         self.fields: dict[str, object] = {}
         self.headers: dict[bytes, bytes] = {}
         self.caller = ANYBODY
@@ -151,8 +151,7 @@ class Endpoint:
         if not exchange.has_started:
             await send_error(send, error)
         elif exchange.is_stream:
-            # The status line is gone: clients raise on an event with a top-level `error`.
-            await end_events(send, event_frame(error_value(error)) + DONE)
+            await end_events(send, exchange.failure(error))  # the status line is gone
 
 
 async def not_found(exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:

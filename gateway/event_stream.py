@@ -5,7 +5,7 @@ from collections.abc import Coroutine
 
 from gateway.answers import Answer
 from gateway.edge import Exchange
-from gateway.http import DONE, Send, end_events, send_event, start_events
+from gateway.http import Send, end_events, send_event, start_events
 
 
 class EventStream:
@@ -32,7 +32,7 @@ class EventStream:
             working.cancel()
             await asyncio.gather(working, return_exceptions=True)
         await self._flush()
-        await end_events(self._send, self._answer.closing() + DONE)
+        await end_events(self._send, self._answer.closing())
 
     async def _flush(self) -> None:
         self._news.clear()
@@ -41,6 +41,7 @@ class EventStream:
         frames = self._answer.frames()
         if not self._exchange.is_stream:
             self._exchange.is_stream = True
+            self._exchange.failure = self._answer.failure
             await start_events(self._send)
         if frames:
             await send_event(self._send, frames)

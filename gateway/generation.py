@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 from core.clock import Clock
 from core.config import LimitsConfig
-from core.errors import Cancelled, NoWorker, QueueFull
+from core.errors import Cancelled, InvalidRequest, NoWorker, QueueFull
+from core.grammar import GRAMMAR_PARAM
 from core.ids import GatewayId, Incarnation, RequestId
 from core.tasks import all_or_none
 from core.types import ChoiceProgress, FinishReason, GenerateRequest
@@ -21,6 +22,9 @@ from gateway.http import Receive, Scope, Send, header, read_json_body, send_byte
 from gateway.models import ModelShelf
 from gateway.parse import Job, chat_job, completion_job
 from gateway.pipeline import Pipeline
+from gateway.responses.answer import ResponsesAnswer
+from gateway.responses.body import ResponsesBody
+from gateway.responses.conversation import ResponseRequest
 from gateway.run import Choice, Run
 from gateway.schemas import ChatBody, CompletionBody, parse_body
 from gateway.stages import StageClock
@@ -95,6 +99,19 @@ class Generation:
 
         await self._generate(exchange, scope, receive, send, make_job, CompletionAnswer)
 
+    async def responses(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
+        asked: list[ResponseRequest] = []
+
+        def make_job(raw: bytes) -> Job:
+            body = parse_body(ResponsesBody, raw)
+            request = ResponseRequest(body, self._shelf.seen_by(exchange.caller).get(body.model))
+            asked.append(request)
+            return request.job(self._limits)
+
+        await self._generate(
+            exchange, scope, receive, send, make_job, lambda job, request_id: ResponsesAnswer(job, request_id, asked[0])
+        )
+
     async def _generate(
         self,
         exchange: Exchange,
@@ -102,13 +119,13 @@ class Generation:
         receive: Receive,
         send: Send,
         make_job: Callable[[bytes], Job],
-        answer_class: type[Answer],
+        make_answer: Callable[[Job, str], Answer],
     ) -> None:
         stages = StageClock(self._clock)
         raw = await read_json_body(scope, receive, self._limits)
         self._begin()
         try:
-            work = self._answer(exchange, scope, send, stages, raw, make_job, answer_class)
+            work = self._answer(exchange, scope, send, stages, raw, make_job, make_answer)
             await until_disconnect(
                 receive, work, stopping=self._stopping, timeout_s=self._limits.request_timeout_s + SEND_GRACE_S
             )
@@ -138,10 +155,10 @@ class Generation:
         stages: StageClock,
         raw: bytes,
         make_job: Callable[[bytes], Job],
-        answer_class: type[Answer],
+        make_answer: Callable[[Job, str], Answer],
     ) -> None:
         job = await self._shelf.run(lambda: make_job(raw))
-        answer = answer_class(job, exchange.request_id)
+        answer = make_answer(job, exchange.request_id)
         ticket = await self._gate.reserve(exchange, _demand(job))
         runs = answer.runs = self._runs(exchange, scope, job, answer, stages)
         if header(scope, b"x-baton-timing") == "1":
@@ -159,6 +176,10 @@ class Generation:
                 await work
                 await send_bytes(send, 200, answer.whole())
             is_answered = True
+        except InvalidRequest as error:
+            if error.param == GRAMMAR_PARAM:
+                error.param = job.grammar_member or error.param
+            raise
         finally:
             ticket.settle(usage_of(runs if is_answered else self._charged(runs)))
             exchange.fields |= _log_fields(runs, job)

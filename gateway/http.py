@@ -183,3 +183,8 @@ async def send_error(send: Send, error: ServingError, headers: tuple[Header, ...
 
 def event_frame(value: object) -> bytes:
     return b"data: " + orjson.dumps(value) + b"\n\n"
+
+
+def stream_failure(error: ServingError) -> bytes:
+    """The last frames of a stream that breaks: clients raise on an event with a top-level `error`."""
+    return event_frame(error_value(error)) + DONE

@@ -13,7 +13,7 @@ from core.errors import ContextTooLong, InvalidRequest
 from core.types import SamplingParams
 from gateway.models import ServedModel
 from gateway.schemas import INT64, ChatBody, CompletionBody, GenerationBody, Message, TokenizeBody
-from gateway.structured import grammar_of
+from gateway.structured import grammar_member, grammar_of
 from gateway.text import Detokenizer, TextRules
 from modelfiles import ChatMessage, TemplateError
 
@@ -53,6 +53,8 @@ class Job:
     cache_salt: str = ""
     is_echo_only: bool = False
     """Nothing is to be generated."""
+    grammar_member: str = ""
+    """The caller's name for the grammar, should a worker not be able to compile it."""
     shows_prompt_logprobs: bool = False
     scores_echo: bool = False
     """Log probabilities of the echoed prompt are part of the answer."""
@@ -287,6 +289,7 @@ def _job(
         num_logprobs=None,
         priority=body.priority,
         cache_salt=body.cache_salt or "",
+        grammar_member=grammar_member(body),
     )
 
 

@@ -195,12 +195,18 @@ def parse_body(
 ) -> SomeBody:
     """The body as `cls`, or InvalidRequest that names the member. Never echoes what the caller sent.
 
-    ``on_unknown`` is told of members that stand in no rule; it may raise.
+    ``on_unknown`` is told of members that stand in no rule of the route; it may raise.
     """
     value = load_object(raw)
-    unknown = [name for name in value if name not in ROUTES[cls.route]]
+    rules = ROUTES.get(cls.route, value)
+    unknown = [name for name in value if name not in rules]
     if unknown:
         on_unknown(cls.route, unknown)
+    return validated(cls, value)
+
+
+def validated(cls: type[SomeBody], value: Mapping[str, object]) -> SomeBody:
+    """The members as `cls`. Raises InvalidRequest."""
     _refuse_not_built(cls, value, "")
     messages = value.get("messages")
     if isinstance(messages, list):
@@ -219,13 +225,8 @@ def parse_body(
             param="add_generation_prompt",
             code="invalid_value",
         )
-    return validated(cls, present)
-
-
-def validated(cls: type[SomeBody], members: Mapping[str, object]) -> SomeBody:
-    """The members as `cls`, or InvalidRequest that names the one at fault."""
     try:
-        return cls.model_validate(members)
+        return cls.model_validate(present)
     except ValidationError as error:
         raise _first_error(error.errors(include_url=False, include_input=False, include_context=False)[0]) from None
 

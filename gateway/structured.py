@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 MAX_CHOICES = 1000
 ANY_OBJECT: object = {"type": "object"}
+_GUIDED = ("json", "regex", "choice", "grammar")
 
 
 def grammar_of(body: "GenerationBody") -> str:
@@ -28,7 +29,7 @@ def grammar_of(body: "GenerationBody") -> str:
             asked.append(("response_format", source))
     if body.structured_outputs is not None:
         asked.append(("structured_outputs", _of_structured_outputs(body.structured_outputs)))
-    for kind in ("json", "regex", "choice", "grammar"):
+    for kind in _GUIDED:
         value = getattr(body, f"guided_{kind}")
         if value is not None:
             asked.append((f"guided_{kind}", _of_kind(kind, value, f"guided_{kind}", free_whitespace=False)))
@@ -45,6 +46,12 @@ def grammar_of(body: "GenerationBody") -> str:
             "ignore_eos", f"'ignore_eos' cannot be used with '{param}': the grammar says where the answer ends"
         )
     return source.encode()
+
+
+def grammar_member(body: "GenerationBody") -> str:
+    """The member by which a body asks for a grammar; empty when it asks for none."""
+    names = ("response_format", "structured_outputs", *(f"guided_{kind}" for kind in _GUIDED))
+    return next((name for name in names if getattr(body, name) is not None), "")
 
 
 def _of_response_format(given: "ResponseFormat") -> GrammarSource | None:

@@ -18,7 +18,7 @@ from core.errors import ConfigError
 from gateway.tls import Certificate
 from tests.support.certificates import write_certificate
 from tests.support.scripted import Script
-from tests.support.site import Site, open_site, serve
+from tests.support.site import Site, cluster_config, open_site, serve
 from tests.support.tiny_tokenizer import ids_of
 
 ANSWER = "hello world"
@@ -39,7 +39,7 @@ async def site() -> AsyncIterator[Site]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def address(site: Site) -> AsyncIterator[str]:
-    async with serve(site, limits=LIMITS) as it:
+    async with serve(site.gateway, cluster_config(limits=LIMITS).gateway) as it:
         yield it
 
 
@@ -260,7 +260,10 @@ async def test_a_certificate_that_changes_on_disk_serves_new_connections(
     old = tmp_path / "old.pem"
     old.write_bytes(cert.read_bytes())
     context = ssl.create_default_context(cafile=str(old))
-    async with serve(site, tls=tls) as address, httpx.AsyncClient(verify=context) as client:
+    async with (
+        serve(site.gateway, cluster_config(tls=tls).gateway) as address,
+        httpx.AsyncClient(verify=context) as client,
+    ):
         url = f"https://{address}/v1/completions"
         body = {"model": "m", "prompt": "say it"}
         assert (await client.post(url, json=body)).status_code == 200
@@ -292,7 +295,7 @@ async def test_a_pair_that_does_not_match_leaves_the_old_one(tls: dict[str, Any]
 
 
 async def test_plain_http_on_a_tls_port_harms_nobody(site: Site, tls: dict[str, object]) -> None:
-    async with serve(site, tls=tls) as address:
+    async with serve(site.gateway, cluster_config(tls=tls).gateway) as address:
         host, port = address.split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(PLAIN)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from core.config import ClusterConfig, parse_config
+from core.config import ClusterConfig, GatewayConfig, parse_config
 from core.ids import GatewayId, Incarnation
 from core.tasks import TaskScope
 from core.telemetry import Telemetry
@@ -69,7 +69,7 @@ def cluster_config(**gateway: object) -> ClusterConfig:
 async def open_site(
     script: Script | None = None, *, model: ServedModel | None = None, **settings: object
 ) -> AsyncIterator[Site]:
-    """`settings` belong to the configuration's gateway section."""
+    """`settings` belong to the configuration's gateway section. Without a `model` it is the made-up one."""
     cluster = ScriptedCluster(script or Script(steps=[[one] for one in ids_of("hello world")]))
     telemetry = Telemetry(component="gateway")
     gateway = Gateway(
@@ -89,15 +89,11 @@ async def open_site(
 
 
 @asynccontextmanager
-async def serve(site: Site, **settings: object) -> AsyncIterator[str]:
-    """The site's gateway behind a real socket on loopback, by the product's own server; yields ``host:port``.
-
-    `settings` are those of `open_site`: what the server reads of them is the head's limits and the certificate.
-    """
-    config = cluster_config(**settings).gateway
+async def serve(gateway: Gateway, config: GatewayConfig) -> AsyncIterator[str]:
+    """A gateway behind a real socket on loopback, by the product's own server; yields ``host:port``."""
     certificate = Certificate(config.tls) if config.tls is not None else None
     listener = socket.create_server(("127.0.0.1", 0))
-    server = Server(site.gateway, config, certificate)
+    server = Server(gateway, config, certificate)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     upkeep = TaskScope("certificate")
     if certificate is not None:
