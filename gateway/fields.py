@@ -167,11 +167,62 @@ _TOKENIZE = (
 
 _DETOKENIZE = _honoured(model="absent: the first served one", tokens="up to 1,000,000 token ids")
 
+_NOT_OF_RESPONSES = (
+    "n",
+    "response_format",
+    "prompt_logprobs",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+    "truncate_prompt_tokens",
+    "truncation_side",
+    "add_special_tokens",
+)
+_RESPONSES = (
+    *(rule for rule in _GENERATION if rule.name not in _NOT_OF_RESPONSES),
+    *_honoured(
+        input="a text, or items: messages (text parts), `function_call`, `function_call_output`, `reasoning`",
+        instructions="a system message before the input",
+        max_output_tokens="1 or more; absent: what is left of the context, or the model's own limit",
+        max_tool_calls="of tools that a server runs: there are none; repeated in the response",
+        text="`format`: `text`, `json_object` or `json_schema`; `verbosity` is ignored",
+        reasoning="`effort`; `summary`: nothing but `auto`, reasoning is shown as it is",
+        top_logprobs="up to `limits.max_logprobs`, with `include`",
+        include="`message.output_text.logprobs`; `reasoning.encrypted_content` asks for nothing here",
+        metadata="up to 16 pairs; repeated in the response",
+        stream_options="only with `stream`; `include_obfuscation` is ignored",
+        chat_template_kwargs="variables for the model's template",
+        tools="functions; others are refused",
+        tool_choice="`none`, `auto`, `required` or a function",
+        parallel_tool_calls="",
+        user="a label; repeated in the response",
+        safety_identifier="a label; repeated in the response",
+        prompt_cache_key="a label; repeated in the response",
+    ),
+    *_refused(
+        access_programs=("", ()),
+        background=("nothing is stored", (False,)),
+        background_options=("nothing is stored", ()),
+        context_management=("", ([],)),
+        conversation=("nothing is stored", ()),
+        image=("text only", ()),
+        moderation=("", ()),
+        n=("one answer for a request", (1,)),
+        previous_response_id=("nothing is stored: send the items again", ()),
+        prompt=("there are no stored prompts", ()),
+        prompt_logprobs=("", ()),
+        response_format=("use `text.format`", ()),
+        return_token_ids=("", (False,)),
+        truncation=("what does not fit is refused", ("disabled",)),
+    ),
+    *_ignored(store="nothing is stored, and the response says so", service_tier=""),
+)
+
 ROUTES: Mapping[str, Mapping[str, FieldRule]] = {
     route: {rule.name: rule for rule in rules}
     for route, rules in (
         ("chat", _CHAT),
         ("completions", _COMPLETIONS),
+        ("responses", _RESPONSES),
         ("tokenize", _TOKENIZE),
         ("detokenize", _DETOKENIZE),
     )

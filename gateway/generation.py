@@ -103,7 +103,7 @@ class Generation:
         asked: list[ResponseRequest] = []
 
         def make_job(raw: bytes) -> Job:
-            body = parse_body(ResponsesBody, raw)
+            body = parse_body(ResponsesBody, raw, self._unknown)
             request = ResponseRequest(body, self._shelf.seen_by(exchange.caller).get(body.model))
             asked.append(request)
             return request.job(self._limits)

@@ -53,13 +53,13 @@ class Job:
     cache_salt: str = ""
     is_echo_only: bool = False
     """Nothing is to be generated."""
-    grammar_member: str = ""
-    """The caller's name for the grammar, should a worker not be able to compile it."""
     shows_prompt_logprobs: bool = False
     scores_echo: bool = False
     """Log probabilities of the echoed prompt are part of the answer."""
     tokens_as_ids: bool = False
     """Tokens of log probabilities are written as ids."""
+    grammar_member: str = ""
+    """The caller's name for the grammar, should a worker not be able to compile it."""
 
 
 def chat_job(body: ChatBody, model: ServedModel, limits: LimitsConfig) -> Job:

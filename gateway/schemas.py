@@ -91,8 +91,8 @@ class StructuredOutputs(Body):
     """JSON is written on one line as `json.dumps` writes it. False allows bounded white space wherever JSON has it."""
 
 
-class GenerationBody(Body):
-    """What chat and text completions have in common. Limits that the operator sets are checked in `parse.py`."""
+class SamplingBody(Body):
+    """What all routes that generate have in common. Limits that the operator sets are checked in `parse.py`."""
 
     model: str
     temperature: float | None = Field(default=None, ge=0, le=2)
@@ -107,7 +107,6 @@ class GenerationBody(Body):
     bad_words: list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]] = Field(
         default_factory=list, max_length=MAX_BAD_WORDS
     )
-    n: int = Field(default=1, ge=1, le=128)
     seed: int | None = Field(default=None, ge=-INT64 - 1, le=INT64)
     stop: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]], BeforeValidator(_one_or_many)
@@ -122,6 +121,17 @@ class GenerationBody(Body):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     stream: bool = False
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: object = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+
+class GenerationBody(SamplingBody):
+    """What chat and text completions have in common."""
+
+    n: int = Field(default=1, ge=1, le=128)
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
@@ -129,11 +139,6 @@ class GenerationBody(Body):
     truncate_prompt_tokens: Annotated[int, Field(ge=1, le=INT64)] | Literal[-1] | None = None
     truncation_side: Literal["left", "right"] = "left"
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: object = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
 
 
 class ChatBody(GenerationBody):
@@ -195,17 +200,16 @@ def parse_body(
 ) -> SomeBody:
     """The body as `cls`, or InvalidRequest that names the member. Never echoes what the caller sent.
 
-    ``on_unknown`` is told of members that stand in no rule of the route; it may raise.
+    ``on_unknown`` is told of members that stand in no rule; it may raise.
     """
     value = load_object(raw)
-    rules = ROUTES.get(cls.route, value)
-    unknown = [name for name in value if name not in rules]
+    unknown = [name for name in value if name not in ROUTES[cls.route]]
     if unknown:
         on_unknown(cls.route, unknown)
-    return validated(cls, value)
+    return read_members(cls, value)
 
 
-def validated(cls: type[SomeBody], value: Mapping[str, object]) -> SomeBody:
+def read_members(cls: type[SomeBody], value: Mapping[str, object]) -> SomeBody:
     """The members as `cls`. Raises InvalidRequest."""
     _refuse_not_built(cls, value, "")
     messages = value.get("messages")
@@ -225,8 +229,13 @@ def validated(cls: type[SomeBody], value: Mapping[str, object]) -> SomeBody:
             param="add_generation_prompt",
             code="invalid_value",
         )
+    return validated(cls, present)
+
+
+def validated(cls: type[SomeBody], members: Mapping[str, object]) -> SomeBody:
+    """The members as `cls`, or InvalidRequest that names the one at fault."""
     try:
-        return cls.model_validate(present)
+        return cls.model_validate(members)
     except ValidationError as error:
         raise _first_error(error.errors(include_url=False, include_input=False, include_context=False)[0]) from None
 

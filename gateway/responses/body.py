@@ -5,7 +5,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from gateway.schemas import INT64, Body, GenerationBody
+from gateway.fields import neutral_values
+from gateway.schemas import INT64, Body, SamplingBody
 
 MAX_ITEMS = 4096
 LOGPROBS = "message.output_text.logprobs"
@@ -58,22 +59,11 @@ class ResponsesStreamOptions(Body):
     """Accepted and ignored."""
 
 
-class ResponsesBody(GenerationBody):
+class ResponsesBody(SamplingBody):
     """`input` is a text, or the items of a conversation (read in `conversation.py`)."""
 
-    not_built: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **GenerationBody.not_built,
-        "background": (False,),
-        "context_management": ([],),
-        "conversation": (),
-        "n": (1,),
-        "previous_response_id": (),
-        "prompt": (),
-        "prompt_logprobs": (),
-        "response_format": (),
-        "return_token_ids": (False,),
-        "truncation": ("disabled",),
-    }
+    route = "responses"
+    not_built = neutral_values(route)
 
     input: str | Annotated[list[object], Field(min_length=1, max_length=MAX_ITEMS)]
     instructions: str | None = None
@@ -88,13 +78,10 @@ class ResponsesBody(GenerationBody):
     top_logprobs: int | None = Field(default=None, ge=0, le=INT64)
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(default_factory=list)
     """Reasoning travels as plain text, so the second asks for nothing."""
-    store: bool | None = None
-    """Nothing is stored; the answer says so."""
     metadata: Metadata = Field(default_factory=dict)
-    stream_options: ResponsesStreamOptions | None = None  # type: ignore[assignment]
+    stream_options: ResponsesStreamOptions | None = None
     chat_template_kwargs: dict[str, object] = Field(default_factory=dict)
-    service_tier: str | None = None
     user: str | None = None
     safety_identifier: Annotated[str, Field(max_length=64)] | None = None
     prompt_cache_key: str | None = None
-    """These four are accepted and ignored."""
+    """Labels: repeated in the response."""

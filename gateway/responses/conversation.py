@@ -9,7 +9,7 @@ from core.errors import InvalidRequest, RequestError
 from gateway.models import ServedModel
 from gateway.parse import Job, chat_job
 from gateway.responses.body import LOGPROBS, ResponsesBody
-from gateway.schemas import ChatBody, GenerationBody, validated
+from gateway.schemas import ChatBody, SamplingBody, read_members
 
 Fields = dict[str, object]
 
@@ -138,7 +138,7 @@ def chat_body(body: ResponsesBody) -> tuple[ChatBody, Sequence[str]]:
         raise InvalidRequest(
             f"'top_logprobs' needs 'include': [\"{LOGPROBS}\"]", param="top_logprobs", code="invalid_value"
         )
-    shared = set(GenerationBody.model_fields) & body.model_fields_set - {"stream_options"}
+    shared = set(SamplingBody.model_fields) & body.model_fields_set
     asked = body.model_dump(include=shared, by_alias=True, exclude_none=True)
     asked |= {
         "messages": conversation.messages,
@@ -155,7 +155,7 @@ def chat_body(body: ResponsesBody) -> tuple[ChatBody, Sequence[str]]:
     elif body.tool_choice not in (None, "none", "auto"):
         raise InvalidRequest("'tool_choice' needs 'tools'", param="tool_choice", code="invalid_value")
     try:
-        return validated(ChatBody, asked), conversation.places
+        return read_members(ChatBody, asked), conversation.places
     except RequestError as error:
         raise renamed(error, conversation.places) from None
 

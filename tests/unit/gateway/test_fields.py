@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
 
 from core import types as t
 from gateway.fields import ROUTES, Verdict, neutral_values
-from gateway.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from gateway.responses.body import ResponsesBody
+from gateway.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, SamplingBody, TokenizeBody
+from tests.support.asgi import Reply
 from tests.support.scripted import Script
 from tests.support.tiny_tokenizer import EOS_TEXT, START_TEXT, bos_tokenizer, ids_of, tiny_tokenizer
 from tests.unit.gateway.conftest import OpenSite, served_model
@@ -22,12 +25,14 @@ from tests.unit.gateway.conftest import OpenSite, served_model
 SCHEMAS: dict[str, type[Body]] = {
     "chat": ChatBody,
     "completions": CompletionBody,
+    "responses": ResponsesBody,
     "tokenize": TokenizeBody,
     "detokenize": DetokenizeBody,
 }
 PATHS = {
     "chat": "/v1/chat/completions",
     "completions": "/v1/completions",
+    "responses": "/v1/responses",
     "tokenize": "/tokenize",
     "detokenize": "/detokenize",
 }
@@ -35,6 +40,7 @@ HI = [{"role": "user", "content": "hi"}]
 BASES: dict[str, dict[str, Any]] = {
     "chat": {"model": "m", "messages": HI, "seed": 5, "max_tokens": 20},
     "completions": {"model": "m", "prompt": "say it", "seed": 5, "max_tokens": 20},
+    "responses": {"model": "m", "input": "hi", "seed": 5, "max_output_tokens": 20},
     "tokenize": {"messages": HI},
     "detokenize": {"tokens": ids_of("hi")},
 }
@@ -99,6 +105,26 @@ CASES: dict[str, dict[str, Any]] = {
         "best_of": 3,
         "add_special_tokens": False,
     },
+    "responses": {
+        **{name: value for name, value in GENERATION.items() if name in SamplingBody.model_fields},
+        "input": "ho",
+        "instructions": "Be brief.",
+        "max_output_tokens": 9,
+        "max_tool_calls": 3,
+        "text": {"format": {"type": "json_object"}},
+        "reasoning": {"effort": "low"},
+        "top_logprobs": (1, {"include": ["message.output_text.logprobs"]}),
+        "include": ["message.output_text.logprobs"],
+        "metadata": {"a": "b"},
+        "stream_options": {"include_obfuscation": False},
+        "chat_template_kwargs": {"signature": "yours"},
+        "tools": [{"type": "function", "name": "f"}],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "user": "u",
+        "safety_identifier": "s",
+        "prompt_cache_key": "k",
+    },
     "tokenize": {
         "model": "nobody",
         "prompt": ("a", {"messages": None}),
@@ -135,11 +161,18 @@ def test_the_table_says_what_the_schemas_know(route: str) -> None:
     [
         ("chat", chat_create_params.CompletionCreateParamsStreaming),
         ("completions", completion_create_params.CompletionCreateParamsStreaming),
+        ("responses", response_create_params.ResponseCreateParamsStreaming),
     ],
 )
 def test_every_member_of_the_official_client_has_a_rule(route: str, params: Any) -> None:
     members = {name for cls in (params, *params.__orig_bases__) for name in cls.__annotations__}
     assert members - set(ROUTES[route]) == set()
+
+
+def _events(reply: Reply, route: str) -> list[Any]:
+    if route != "responses":
+        return reply.events()
+    return [json.loads(frame.partition("\ndata: ")[2]) for frame in reply.body.decode().split("\n\n")[:-1]]
 
 
 async def outcome(open_site: OpenSite, route: str, body: dict[str, Any]) -> Any:
@@ -157,13 +190,14 @@ async def outcome(open_site: OpenSite, route: str, body: dict[str, Any]) -> Any:
     async with open_site(script, model=model) as site:
         reply = await site.client.post(PATHS[route], body)
         sent = [replace(one, request_id="", traceparent="", age_s=0, deadline_s=0) for one in site.cluster.requests]
-    events = reply.events() if body.get("stream") and reply.status == 200 else [reply.json()]
+    is_stream = body.get("stream") and reply.status == 200
+    events = _events(reply, route) if is_stream else [reply.json()]
     for event in events:
         if isinstance(event, dict):
-            event.pop("id", None), event.pop("created", None)
-            if "error" in event:
+            event.pop("id", None), event.pop("created", None), event.pop("created_at", None)
+            if event.get("error"):
                 event["error"].pop("message")
-    return reply.status, sent, json.dumps(events)
+    return reply.status, sent, json.dumps(events).replace(reply.headers["x-request-id"], "")
 
 
 @pytest.mark.parametrize(

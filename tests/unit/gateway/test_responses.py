@@ -242,7 +242,6 @@ async def test_the_prompt_is_that_of_the_chat_that_means_the_same(
         ({"tools": [{"type": "function"}]}, "tools.0.name"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
-        ({"service_tier": 5}, "service_tier"),
     ],
     ids=str,
 )
