@@ -28,6 +28,8 @@ MAX_CONNECTIONS = 4
 MAX_ROWS = 500
 """Of one statement: both databases bound its parameters."""
 TABLES_LOCK = 0x4241_544F_4E
+SQLITE_BUSY = "database is locked"
+PAUSE_S = 0.02
 SECONDS_A_DAY = 86_400
 WRITER_AGE_LIMIT_S = 30 * SECONDS_A_DAY
 """A gateway process that has not written for so long will not repeat a batch."""
@@ -76,7 +78,7 @@ class AccessStore:
             )
         store = cls(_engine(config, config.database), config.database_timeout_s)
         try:
-            await store._prepare()
+            await store._prepare_in_turn()
         except StoreAway as error:
             await store.close()
             raise ConfigError(
@@ -89,6 +91,17 @@ class AccessStore:
 
     async def close(self) -> None:
         await self._engine.dispose()
+
+    async def _prepare_in_turn(self) -> None:
+        """SQLite refuses at once, without a wait, when several processes open a new file at the same time."""
+        ends_at = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                return await self._prepare()
+            except StoreAway as error:
+                if SQLITE_BUSY not in error.reason or time.monotonic() > ends_at:
+                    raise
+            await asyncio.sleep(PAUSE_S)
 
     async def _prepare(self) -> None:
         async with self._transaction() as connection:
