@@ -14,6 +14,8 @@ from core.errors import InvalidRequest
 MAX_DEPTH = 32
 MAX_NODES = 4000
 MAX_ENUM = 5000
+MAX_COUNT = 10**9
+"""Of items, properties or characters."""
 FAR = 10**18
 FAR_FLOAT = 10**12
 """The other side of a one-sided range."""
@@ -281,8 +283,11 @@ class _Narrowing:
             value = node.get(keyword)
             if isinstance(value, float) and value.is_integer():
                 value = int(value)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-                raise self._refuse(path, f"'{keyword}' must be a whole number, 0 or more")
+            if value is None:
+                found.append(None)
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_COUNT:
+                raise self._refuse(path, f"'{keyword}' must be a whole number from 0 to {MAX_COUNT}")
             found.append(value)
         least, most = found
         if least is not None and most is not None and least > most:

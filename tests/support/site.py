@@ -92,7 +92,10 @@ async def open_site(
 async def serve(gateway: Gateway, config: GatewayConfig) -> AsyncIterator[str]:
     """A gateway behind a real socket on loopback, by the product's own server; yields ``host:port``."""
     certificate = Certificate(config.tls) if config.tls is not None else None
-    listener = socket.create_server(("127.0.0.1", 0))
+    # Without the protocol asyncio leaves Nagle's algorithm on, and every small answer waits 40 ms.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
     server = Server(gateway, config, certificate)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     upkeep = TaskScope("certificate")

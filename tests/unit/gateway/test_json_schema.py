@@ -39,6 +39,7 @@ Schema = dict[str, Any]
         ({"type": "array", "minItems": 3, "maxItems": 2}, "'minItems'"),
         ({"type": "array", "minItems": -1}, "'minItems'"),
         ({"type": "array", "minItems": True}, "'minItems'"),
+        ({"type": "array", "minItems": 1e40}, "'minItems'"),
         ({"type": "string", "pattern": "a", "maxLength": 3}, "'pattern'"),
         ({"type": "string", "pattern": 5}, "'pattern'"),
         ({"type": "string", "minLength": 1.5}, "'minLength'"),
