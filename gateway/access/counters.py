@@ -71,8 +71,7 @@ class SharedCounters(Counters):
             key_prefix="baton:rate",
             connection_pool=self._redis.connection_pool,  # type: ignore[arg-type]  # its types forget this option
         )
-        self._tally = SharedTally(self._redis)
-        super().__init__(Windows(storage, wall), self._tally)
+        super().__init__(Windows(storage, wall), SharedTally(self._redis))
 
     async def run(self, work: Callable[[Counters], Awaitable[T]]) -> T:
         try:
@@ -88,7 +87,7 @@ class SharedCounters(Counters):
         while True:
             await asyncio.sleep(RENEW_S)
             try:
-                await self.run(lambda _: self._tally.renew())
+                await self.run(lambda counters: counters.tally.renew())
             except StoreAway as error:
                 log.debug("running requests not renewed", extra={"reason": str(error)})
 
@@ -106,6 +105,11 @@ class CounterChoice:
         self._is_open_on_loss = is_open_on_loss
         self._clock = clock
         self._away_until: float | None = None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the shared counters answered when they were last asked."""
+        return self._shared is not None and self._away_until is None
 
     async def run(self, work: Callable[[Counters], Awaitable[T]]) -> T:
         """The result of `work` on one of the two. Raises AccessUnknown."""

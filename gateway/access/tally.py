@@ -75,6 +75,9 @@ class Tally(Protocol):
     async def close(self, ask: Ask, num_tokens: int, labels: Sequence[tuple[Period, str]]) -> None:
         """Ends what `open` let in. `num_tokens` were used, in the periods of `labels`."""
 
+    async def renew(self) -> None:
+        """Keeps what runs here, where it would be forgotten otherwise."""
+
 
 class LocalTally:
     """Of this process alone. Nothing is awaited, so a look and a step are one."""
@@ -112,6 +115,9 @@ class LocalTally:
             known, spent = self._spent.get((ask.key_id, period), ("", 0))
             if known == label:
                 self._spent[ask.key_id, period] = (label, spent + num_tokens)
+
+    async def renew(self) -> None:
+        """Nothing is forgotten here."""
 
     def _find(self, key_id: str, budget: Budget) -> int | None:
         known, spent = self._spent.get((key_id, budget.period), ("", 0))
