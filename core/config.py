@@ -128,6 +128,12 @@ class ModelConfigSection(_Section):
     invariant: bool = True
     """Bitwise equal results under any batching (law 3)."""
     generation: GenerationConfig = GenerationConfig()
+    tool_format: Literal["auto", "hermes", "llama3", "mistral"] = "auto"
+    """How the model writes calls of tools. ``auto``: as its chat template teaches it; where that knows no tools, an
+    instruction of ours asks for ``hermes``."""
+    reasoning: Literal["auto", "think", "off"] = "auto"
+    """Whether the model reasons between ``<think>`` and ``</think>``. ``auto``: if its template or vocabulary has the
+    marks."""
     kv: KVConfig = KVConfig()
     pools: dict[Role, PoolConfig] = Field(
         default_factory=lambda: {Role.PREFILL: PoolConfig(), Role.DECODE: PoolConfig()}
@@ -159,6 +165,8 @@ class LimitsConfig(_Section):
     max_stop_strings: int = Field(default=4, ge=1)
     max_stop_token_ids: int = Field(default=64, ge=1)
     max_logprobs: int = Field(default=20, ge=0)
+    max_tools: int = Field(default=128, ge=0)
+    """Tools that a request may offer, and calls of them in one answer."""
     max_choices: int = Field(default=128, ge=1)
     """Choices of one request: its prompts times ``n``."""
     drain_wait_s: float = Field(default=0, ge=0)

@@ -255,22 +255,15 @@ def _grammar_of(source: GrammarSource) -> "xgrammar.Grammar":
             return xgrammar.Grammar.from_ebnf(source.source)
 
 
-_DIGIT_RULES = {
-    r'basic_integer ::= (("0") | (basic_integer_1 [1-9] [0-9]*))': (
-        r'basic_integer ::= (("0") | (basic_integer_1 [1-9] [0-9]{0,18}))'
-    ),
-    r'basic_number_2 ::= (("0") | ([1-9] [0-9]*))': r'basic_number_2 ::= (("0") | ([1-9] [0-9]{0,18}))',
-    r'basic_number_3 ::= ("" | ("." basic_number_digits{1, -1}))': (
-        r'basic_number_3 ::= ("" | ("." basic_number_digits{1, 17}))'
-    ),
-    r'basic_number_5 ::= ("" | ([eE] basic_number_4 basic_number_digits{1, -1}))': (
-        r'basic_number_5 ::= ("" | ([eE] basic_number_4 basic_number_digits{1, 2}))'
-    ),
-    # \u only for what cannot be written plainly.
-    r'basic_escape ::= (([\"\\/bfnrt]) | ("u" [A-Fa-f0-9] [A-Fa-f0-9] [A-Fa-f0-9] [A-Fa-f0-9]))': (
-        r'basic_escape ::= (([\"\\bfnrt]) | ("u" "0" "0" [01] [a-f0-9]))'
-    ),
-}
+# A number has the same rules under its own name wherever a reference names it.
+_DIGIT_RULES = (
+    (re.compile(r'^(\w+ ::= \(\("0"\) \| \((?:\w+ )?\[1-9\] )\[0-9\]\*\)\)$', re.MULTILINE), r"\1[0-9]{0,18}))"),
+    (re.compile(r'^(\w+ ::= \("" \| \("\." \w+)\{1, -1\}\)\)$', re.MULTILINE), r"\1{1, 17}))"),
+    (re.compile(r'^(\w+ ::= \("" \| \(\[eE\] \w+ \w+)\{1, -1\}\)\)$', re.MULTILINE), r"\1{1, 2}))"),
+)
+# \u only for what cannot be written plainly.
+_ESCAPE_RULE = r'basic_escape ::= (([\"\\/bfnrt]) | ("u" [A-Fa-f0-9] [A-Fa-f0-9] [A-Fa-f0-9] [A-Fa-f0-9]))'
+_ESCAPE_RULE_TIGHT = r'basic_escape ::= (([\"\\bfnrt]) | ("u" "0" "0" [01] [a-f0-9]))'
 _PLAIN_CHARACTERS = re.compile(r'^(\w+ ::= \(\(\[\^\\"\\\\)\\r\\n(\]\)\))$', re.MULTILINE)
 _ESCAPES = re.compile(r"\\(?:x([0-9a-fA-F]{2})|.)", re.DOTALL)
 _EBNF_PIECES = re.compile(r'\(=\(|"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]\*?')
@@ -282,8 +275,10 @@ def tightened(ebnf: str) -> str:
     The printer writes \\xNN with two digits, the parser reads as many as there are: \\u00NN means the same to both.
     """
     ebnf = _ESCAPES.sub(lambda found: f"\\u00{found[1]}" if found[1] else found[0], ebnf)
-    lines = [_DIGIT_RULES.get(line, line) for line in ebnf.split("\n")]
-    text = _PLAIN_CHARACTERS.sub(r"\1\\0-\\x1f\2", "\n".join(lines))
+    text = ebnf.replace(_ESCAPE_RULE, _ESCAPE_RULE_TIGHT)
+    for rule, bounded in _DIGIT_RULES:
+        text = rule.sub(bounded, text)
+    text = _PLAIN_CHARACTERS.sub(r"\1\\0-\\x1f\2", text)
     is_lookahead = False
     pieces: list[str] = []
     end = 0

@@ -18,7 +18,7 @@ from gateway.http import DONE, stream_failure
 from gateway.parse import Job, Prompt
 from gateway.run import Run, Sink
 from gateway.text import TextDelta
-from gateway.usage import usage_of
+from gateway.usage import Usage, usage_of
 
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
@@ -137,7 +137,7 @@ class Answer:
             frames += self._text_chunk(part, text)
             part.drop()
             text = ""
-        frames += self._chunk(part, text, part.finish_reason)
+        frames += self._chunk(part, self._chunk_content(text), part.finish_reason)
         part.drop()
         return frames
 
@@ -145,7 +145,7 @@ class Answer:
         """The last frames: the usage chunk, if it was asked for, and the end."""
         if not self._job.include_usage:
             return DONE
-        return self._head + b'"choices":[],"usage":' + orjson.dumps(usage_of(self.runs).value()) + b"}\n\n" + DONE
+        return self._head + b'"choices":[],"usage":' + orjson.dumps(self._used().value()) + b"}\n\n" + DONE
 
     def failure(self, error: ServingError) -> bytes:
         """The last frames of a stream that breaks."""
@@ -163,12 +163,12 @@ class Answer:
     def _text_chunk(self, part: Part, text: str) -> bytes:
         if self._brings_only_text:
             return part.head + orjson.dumps(text) + self._text_tail() + self._tail
-        return self._chunk(part, text, None)
+        return self._chunk(part, self._chunk_content(text), None)
 
-    def _chunk(self, part: Part, text: str, finish_reason: FinishReason | None) -> bytes:
-        choice: Fields = {"index": part.index, **self._chunk_content(text)}
+    def _chunk(self, part: Part, content: Fields, finish_reason: FinishReason | None) -> bytes:
+        choice: Fields = {"index": part.index, **content}
         choice["logprobs"] = self._logprobs(part)
-        choice["finish_reason"] = finish_reason
+        choice["finish_reason"] = None if finish_reason is None else self._reason(part, finish_reason)
         rest: Fields = {"choices": [choice]}
         if self._job.return_token_ids:
             choice["token_ids"] = part.token_ids
@@ -181,8 +181,15 @@ class Answer:
 
     def _event(self, rest: Fields) -> bytes:
         if self._job.include_usage:
-            rest["usage"] = usage_of(self.runs).value() if self._job.continuous_usage else None
+            rest["usage"] = self._used().value() if self._job.continuous_usage else None
         return self._head + orjson.dumps(rest)[1:] + b"\n\n"
+
+    def _used(self) -> Usage:
+        return usage_of(self.runs)
+
+    def _reason(self, part: Part, finish_reason: FinishReason) -> str:
+        """How the caller is told that a choice has ended."""
+        return finish_reason
 
     def _splits_end(self) -> bool:
         """Whether last text and finish reason travel in two chunks."""
@@ -207,7 +214,7 @@ class Answer:
             "created": self._created,
             "model": self._job.model.name,
             "choices": [self._whole_choice(part) for part in self.parts],
-            "usage": usage_of(self.runs).value(),
+            "usage": self._used().value(),
         }
         if not self.is_per_choice:
             answer |= self._about_prompt(0)
@@ -218,7 +225,7 @@ class Answer:
     def _whole_choice(self, part: Part) -> Fields:
         choice: Fields = {"index": part.index, **self._whole_content(part)}
         choice["logprobs"] = self._whole_logprobs(part)
-        choice["finish_reason"] = part.finish_reason
+        choice["finish_reason"] = None if part.finish_reason is None else self._reason(part, part.finish_reason)
         choice["stop_reason"] = part.stop_reason
         if self._job.return_token_ids:
             choice["token_ids"] = part.token_ids

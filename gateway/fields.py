@@ -110,7 +110,7 @@ _GENERATION = (
 _CHAT = (
     *_GENERATION,
     *_honoured(
-        messages="1 to 4096; roles `system`, `developer` (as `system`), `user`, `assistant`; text parts are joined",
+        messages="1 to 4096; roles `system` (or `developer`), `user`, `assistant`, `tool`; text parts are joined",
         max_tokens="absent: what is left of the context, or the model's own limit",
         max_completion_tokens="wins over `max_tokens`",
         logprobs="",
@@ -118,6 +118,11 @@ _CHAT = (
         add_generation_prompt="",
         continue_final_message="leaves the last turn open; not with `add_generation_prompt: true`",
         chat_template_kwargs="variables for the model's template",
+        tools="functions, up to `limits.max_tools`; `strict` binds the arguments (docs/tools.md)",
+        tool_choice="`none`, `auto`, `required`, or one function",
+        parallel_tool_calls="false: at most one call",
+        reasoning_effort="for models that reason; `none` turns it off where the template can",
+        include_reasoning="false leaves out `reasoning_content`",
     ),
     *_refused(
         audio=("text only", ()),
@@ -128,12 +133,8 @@ _CHAT = (
         functions=("use `tools`", ([],)),
         modalities=("text only", (["text"],)),
         moderation=("", ()),
-        parallel_tool_calls=("", (True,)),
         prediction=("", ()),
-        reasoning_effort=("", ()),
         store=("nothing is kept", (False,)),
-        tool_choice=("", ("none", "auto")),
-        tools=("", ([],)),
         web_search_options=("", ()),
     ),
     *_ignored(metadata="", verbosity=""),
@@ -160,9 +161,13 @@ _TOKENIZE = (
         add_generation_prompt="",
         continue_final_message="",
         chat_template_kwargs="",
+        tools="as in a chat",
+        tool_choice="as in a chat",
+        parallel_tool_calls="as in a chat",
+        reasoning_effort="as in a chat",
         return_token_strs="",
     ),
-    *_refused(chat_template=("", ()), tools=("", ([],))),
+    *_refused(chat_template=("", ())),
 )
 
 _DETOKENIZE = _honoured(model="absent: the first served one", tokens="up to 1,000,000 token ids")

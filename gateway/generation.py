@@ -14,7 +14,7 @@ from core.tasks import all_or_none
 from core.types import ChoiceProgress, FinishReason, GenerateRequest
 from gateway.access.gate import Gate
 from gateway.access.reservations import Demand
-from gateway.answers import Answer, ChatAnswer, CompletionAnswer
+from gateway.answers import Answer, CompletionAnswer
 from gateway.edge import Exchange
 from gateway.event_stream import EventStream
 from gateway.fields import UnknownFields
@@ -29,6 +29,7 @@ from gateway.run import Choice, Run
 from gateway.schemas import ChatBody, CompletionBody, parse_body
 from gateway.stages import StageClock
 from gateway.text import ChoiceText, TextDelta
+from gateway.tools.answer import chat_answer
 from gateway.usage import usage_of
 
 SEND_GRACE_S = 10.0
@@ -90,7 +91,7 @@ class Generation:
             body = parse_body(ChatBody, raw, self._unknown)
             return chat_job(body, self._shelf.seen_by(exchange.caller).get(body.model), self._limits)
 
-        await self._generate(exchange, scope, receive, send, make_job, ChatAnswer)
+        await self._generate(exchange, scope, receive, send, make_job, chat_answer)
 
     async def completions(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         def make_job(raw: bytes) -> Job:

@@ -4,12 +4,13 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from core.config import GenerationConfig, ModelConfigSection
 from core.errors import ModelNotFound
 from gateway.access.caller import Caller
+from gateway.tools.dialect import Dialect, dialect_of
 from modelfiles import ChatTemplate, GenerationDefaults, Tokenizer, open_model
 
 NUM_TEXT_THREADS = 2
@@ -25,20 +26,28 @@ class ServedModel:
     max_context: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    dialect: Dialect = field(default_factory=Dialect)
+    """How it is told of tools and how it writes calls."""
     has_priorities: bool = False
     """Its pools serve the lowest ``priority`` first."""
     created: int
     """Unix time of this gateway's start, for the model list."""
+
+    @property
+    def template_variables(self) -> frozenset[str]:
+        return frozenset() if self.template is None else self.template.variables
 
     @classmethod
     def load(cls, section: ModelConfigSection) -> "ServedModel":
         """Reads the text side of a model's files. Raises ConfigError with the remedy."""
         files = open_model(section.path)
         own = files.config.max_context
+        tokenizer, template = files.tokenizer(), files.chat_template()
         return cls(
             name=section.name,
-            tokenizer=files.tokenizer(),
-            template=files.chat_template(),
+            tokenizer=tokenizer,
+            template=template,
+            dialect=dialect_of(template, tokenizer, tool_format=section.tool_format, reasoning=section.reasoning),
             defaults=_configured(section.generation).or_else(files.generation_defaults),
             max_context=own if section.max_context == "auto" else min(own, section.max_context),
             vocab_size=files.config.vocab_size,

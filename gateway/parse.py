@@ -12,14 +12,15 @@ from core.config import LimitsConfig
 from core.errors import ContextTooLong, InvalidRequest
 from core.types import SamplingParams
 from gateway.models import ServedModel
-from gateway.schemas import INT64, ChatBody, CompletionBody, GenerationBody, Message, TokenizeBody
+from gateway.schemas import INT64, ChatBody, CompletionBody, GenerationBody, TokenizeBody
 from gateway.structured import grammar_member, grammar_of
 from gateway.text import Detokenizer, TextRules
-from modelfiles import ChatMessage, TemplateError
+from gateway.tools.conversation import render
+from gateway.tools.output import OutputRules
+from gateway.tools.plan import plan_of
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, as in vLLM: dividing by them only makes infinities."""
-MAX_TEMPLATE_DEPTH = 32
 MAX_LOGIT_BIAS = 1024
 
 
@@ -60,25 +61,32 @@ class Job:
     """Tokens of log probabilities are written as ids."""
     grammar_member: str = ""
     """The caller's name for the grammar, should a worker not be able to compile it."""
+    output: OutputRules | None = None
+    """How the text of an answer is read; None: it is content."""
 
 
 def chat_job(body: ChatBody, model: ServedModel, limits: LimitsConfig) -> Job:
     """Blocking (template, tokenizer). Raises RequestError."""
-    prompt = chat_prompt(
-        model,
-        body.messages,
-        add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
-        continue_final_message=body.continue_final_message,
-        variables=body.chat_template_kwargs,
-        add_special_tokens=body.add_special_tokens,
-    )
+    plan = plan_of(body, model.dialect, model.template_variables, limits)
+    rendered = render(body, model, plan)
+    plan = plan.behind(rendered.text)
+    prompt = rendered.token_ids
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("'top_logprobs' needs 'logprobs': true", param="top_logprobs", code="invalid_value")
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     job = _job(body, model, limits, (Prompt(token_ids=prompt),), "messages", asked, param)
     num_logprobs = _num_logprobs((body.top_logprobs or 0) if body.logprobs else None, "top_logprobs", limits)
-    return replace(job, is_chat=True, num_logprobs=num_logprobs, sampling=replace(job.sampling, logprobs=num_logprobs))
+    grammar = plan.constrained(job.sampling.grammar, model.dialect, ignores_eos=body.ignore_eos)
+    return replace(
+        job,
+        is_chat=True,
+        num_logprobs=num_logprobs,
+        sampling=replace(job.sampling, logprobs=num_logprobs, grammar=grammar),
+        grammar_member=job.grammar_member or "tools",
+        rules=replace(job.rules, shown_special=model.dialect.special_marks if plan.reads else frozenset()),
+        output=plan.rules if plan.reads else None,
+    )
 
 
 def completion_job(body: CompletionBody, model: ServedModel, limits: LimitsConfig) -> Job:
@@ -106,55 +114,16 @@ def completion_job(body: CompletionBody, model: ServedModel, limits: LimitsConfi
     )
 
 
-def tokenize(body: TokenizeBody, model: ServedModel) -> tuple[int, ...]:
+def tokenize(body: TokenizeBody, model: ServedModel, limits: LimitsConfig) -> tuple[int, ...]:
     """The ids of a /tokenize call. Blocking. Raises RequestError."""
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("give exactly one of 'prompt' and 'messages'", param="prompt", code="invalid_value")
     if body.messages is not None:
-        return chat_prompt(
-            model,
-            body.messages,
-            add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
-            continue_final_message=body.continue_final_message,
-            variables=body.chat_template_kwargs,
-            add_special_tokens=bool(body.add_special_tokens),
-        )
+        plan = plan_of(body, model.dialect, model.template_variables, limits)
+        return render(body, model, plan).token_ids
     assert body.prompt is not None
     adds = True if body.add_special_tokens is None else body.add_special_tokens
     return tuple(model.tokenizer.encode(body.prompt, parse_special=True, add_special_tokens=adds))
-
-
-def chat_prompt(
-    model: ServedModel,
-    messages: Sequence[Message],
-    *,
-    add_generation_prompt: bool,
-    continue_final_message: bool,
-    variables: dict[str, object],
-    add_special_tokens: bool,
-) -> tuple[int, ...]:
-    """Ids of a conversation. `developer` is `system` to a template; user text never becomes a control token."""
-    if model.template is None:
-        raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
-    turns = [
-        ChatMessage(
-            role="system" if message.role == "developer" else message.role, content=message.content, name=message.name
-        )
-        for message in messages
-    ]
-    if not _is_shallow(variables):
-        raise InvalidRequest("too deeply nested", param="chat_template_kwargs", code="invalid_value")
-    try:
-        return model.template.encode(
-            model.tokenizer,
-            turns,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            variables=variables,
-            add_special_tokens=add_special_tokens,
-        ).token_ids
-    except TemplateError as error:
-        raise InvalidRequest(str(error), param="messages", code="invalid_value") from None
 
 
 def check_token_ids(token_ids: Sequence[object], model: ServedModel, param: str) -> tuple[int, ...]:
@@ -168,13 +137,6 @@ def check_token_ids(token_ids: Sequence[object], model: ServedModel, param: str)
 
 def _are_ids(values: Sequence[object], vocab_size: int) -> TypeGuard[Sequence[int]]:
     return all(type(one) is int and 0 <= one < vocab_size for one in values)
-
-
-def _is_shallow(value: object, depth: int = 0) -> bool:
-    if depth > MAX_TEMPLATE_DEPTH:
-        return False
-    members = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return all(_is_shallow(member, depth + 1) for member in members)
 
 
 def _completion_prompts(body: CompletionBody, model: ServedModel, limits: LimitsConfig) -> tuple[Prompt, ...]:

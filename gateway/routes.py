@@ -53,7 +53,7 @@ class Routes:
         def work() -> bytes:
             body = parse_body(TokenizeBody, raw, self._unknown)
             model = self._shelf.seen_by(exchange.caller).only(body.model)
-            token_ids = tokenize(body, model)
+            token_ids = tokenize(body, model, self._limits)
             return orjson.dumps(
                 {
                     "count": len(token_ids),

@@ -6,12 +6,14 @@ A null member counts as absent. What is honoured, refused by name or ignored sta
 from collections.abc import Callable, Mapping
 from typing import Annotated, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from core.errors import InvalidRequest
 from gateway.fields import ROUTES, neutral_values
 from gateway.json_body import load_object
+from gateway.strict import STRICT
+from gateway.tools.bodies import CallBody, CallId, Calls, Effort, ToolChoice, Tools
 
 INT32 = 2**31 - 1
 INT64 = 2**63 - 1
@@ -19,6 +21,10 @@ MAX_MESSAGES = 4096
 MAX_STOP_CHARS = 1000
 MAX_BAD_WORDS = 128
 MAX_ERROR_CHARS = 500
+
+
+_SUCCESSORS = {"functions": "tools", "function_call": "tool_choice"}
+"""What to say instead of members that are no longer in use."""
 
 
 def _one_or_many(value: object) -> object:
@@ -41,18 +47,42 @@ def _joined_content(value: object) -> object:
 
 
 class Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = STRICT
     route: ClassVar[str] = ""
     """Of a whole body: its rules in gateway/fields.py."""
     not_built: ClassVar[Mapping[str, tuple[object, ...]]] = {}
 
 
 class Message(Body):
-    not_built = {"tool_calls": ([],), "function_call": (), "tool_call_id": ()}
+    not_built = {"function_call": ()}
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_joined_content)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     name: Annotated[str, Field(max_length=64)] | None = None
+    tool_calls: Calls | None = None
+    content: Annotated[str, BeforeValidator(_joined_content)] | None = Field(default=None, validate_default=True)
+    """None only beside `tool_calls`."""
+    tool_call_id: CallId | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """The same under its other name."""
+
+    @field_validator("tool_calls")
+    @classmethod
+    def _of_an_assistant(cls, value: list[CallBody] | None, info: ValidationInfo) -> list[CallBody] | None:
+        if value and info.data.get("role") != "assistant":
+            raise ValueError("only an assistant turn makes calls")
+        return value
+
+    @field_validator("content")
+    @classmethod
+    def _some_content(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is None and not info.data.get("tool_calls"):
+            raise PydanticCustomError("missing", "Field required")
+        return value
+
+    @property
+    def thought(self) -> str | None:
+        return self.reasoning if self.reasoning_content is None else self.reasoning_content
 
 
 class StreamOptions(Body):
@@ -154,6 +184,12 @@ class ChatBody(GenerationBody):
     continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, object] = Field(default_factory=dict)
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    """Silence is `auto` where there are tools."""
+    parallel_tool_calls: bool = True
+    reasoning_effort: Effort | None = None
+    include_reasoning: bool = True
 
 
 class CompletionBody(GenerationBody):
@@ -182,6 +218,10 @@ class TokenizeBody(Body):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, object] = Field(default_factory=dict)
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
+    reasoning_effort: Effort | None = None
     return_token_strs: bool = False
 
 
@@ -216,8 +256,8 @@ def read_members(cls: type[SomeBody], value: Mapping[str, object]) -> SomeBody:
     if isinstance(messages, list):
         for index, message in enumerate(messages):
             if isinstance(message, dict):
-                if message.get("role") == "tool":
-                    raise _unsupported(f"messages.{index}.role", "tool messages are not supported yet")
+                if message.get("role") == "function":
+                    raise _unsupported(f"messages.{index}.role", "'function' is not supported; use the role 'tool'")
                 _refuse_not_built(Message, message, f"messages.{index}.")
     structured = value.get("structured_outputs")
     if isinstance(structured, dict):
@@ -244,7 +284,8 @@ def _refuse_not_built(cls: type[Body], value: Mapping[str, object], prefix: str)
     for name, neutral in cls.not_built.items():
         given = value.get(name)
         if given is not None and given not in neutral:
-            raise _unsupported(f"{prefix}{name}", f"'{prefix}{name}' is not supported yet; leave it out")
+            remedy = f"use '{_SUCCESSORS[name]}'" if name in _SUCCESSORS else "leave it out"
+            raise _unsupported(f"{prefix}{name}", f"'{prefix}{name}' is not supported; {remedy}")
 
 
 def _unsupported(param: str, message: str) -> InvalidRequest:

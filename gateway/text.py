@@ -28,6 +28,8 @@ class TextRules:
     min_tokens: int = 0
     include_stop: bool = False
     skip_special_tokens: bool = True
+    shown_special: frozenset[int] = frozenset()
+    """Special tokens that are not left out: a parser waits for their text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,15 +51,18 @@ class TextDelta:
 class Detokenizer:
     """Incremental decoding of one sequence: bytes in, whole characters out."""
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special_tokens: bool, shown_special: frozenset[int] = frozenset()
+    ) -> None:
         self._tokenizer = tokenizer
+        self._shown_special = shown_special
         self._skip_special_tokens = skip_special_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._strips_space = tokenizer.strips_leading_space
 
     def append(self, token_id: int) -> str:
         """The characters that are complete now and were not before."""
-        if self._skip_special_tokens and self._tokenizer.is_special(token_id):
+        if self._skip_special_tokens and self._tokenizer.is_special(token_id) and token_id not in self._shown_special:
             return ""
         return self._strip(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
 
@@ -124,7 +129,9 @@ class ChoiceText:
 
     def __init__(self, tokenizer: Tokenizer, rules: TextRules) -> None:
         self._rules = rules
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=rules.skip_special_tokens)
+        self._detokenizer = Detokenizer(
+            tokenizer, skip_special_tokens=rules.skip_special_tokens, shown_special=rules.shown_special
+        )
         self._matcher = StopMatcher(rules.stop)
         self._pending = ""
         self._num_chars = 0

@@ -13,6 +13,8 @@ class Usage:
     num_prompt_tokens: int
     num_completion_tokens: int
     num_cached_tokens: int
+    num_reasoning_tokens: int = 0
+    """Of the completion tokens."""
 
     def value(self) -> dict[str, object]:
         return {
@@ -20,7 +22,7 @@ class Usage:
             "completion_tokens": self.num_completion_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
         }
 
 

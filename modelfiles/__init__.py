@@ -5,6 +5,7 @@ from modelfiles.chat_template import ChatTemplate, RenderedChat, TemplateError
 from modelfiles.config import GenerationDefaults, ModelConfig, RopeScaling
 from modelfiles.errors import ModelFileError
 from modelfiles.model import ModelFiles, open_model
+from modelfiles.template_traits import TemplateTraits, traits_of
 from modelfiles.tokenizer import Tokenizer
 
 __all__ = [
@@ -19,6 +20,8 @@ __all__ = [
     "RenderedChat",
     "RopeScaling",
     "TemplateError",
+    "TemplateTraits",
     "Tokenizer",
     "open_model",
+    "traits_of",
 ]

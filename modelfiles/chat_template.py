@@ -19,6 +19,7 @@ from typing import NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.sandbox
 
 from modelfiles.added_texts import AddedTexts
@@ -67,6 +68,8 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
+            self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
+            """What it looks for from outside."""
         except jinja2.TemplateSyntaxError as error:
             raise ModelFileError(
                 path, f"chat template does not parse (line {error.lineno}: {error.message})", "mend the template"
@@ -86,9 +89,8 @@ class ChatTemplate:
         """Renders and tokenises. Raises `TemplateError` for what the template refuses."""
         given = [message.turn(_unmarked) for message in messages], [tool.value() for tool in tools or ()], variables
         guard = _Guard(tokenizer.added, given)
-        values: dict[str, object] = {"documents": None}
-        values |= {key: guard.words(value) for key, value in (variables or {}).items()}
-        values |= self._variables | {
+        values = {key: guard.words(value) for key, value in (variables or {}).items()}
+        values |= {
             "messages": [message.turn(guard.value) for message in messages],
             "tools": None if tools is None else [tool.value(guard.words) for tool in tools],
             "add_generation_prompt": add_generation_prompt,
@@ -103,6 +105,7 @@ class ChatTemplate:
 
     def render(self, values: Mapping[str, object], *, limit: int = MAX_EXPANSION_CHARS) -> str:
         """The text of the template for these variables, unguarded."""
+        values = {"documents": None, **values, **self._variables}
         pieces: list[str] = []
         num_chars = 0
         deadline = time.monotonic() + MAX_RENDER_S

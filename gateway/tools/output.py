@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from core.types import FinishReason
 from gateway.text import TextDelta
-from gateway.tools.formats import PARSERS, ToolFormat
+from gateway.tools.dialect import PARSERS, ToolFormat
 from gateway.tools.parsers import ListParser
 from gateway.tools.pieces import Piece, Reasoning, Syntax
 from gateway.tools.reasoning import ReasoningParser
@@ -24,6 +24,8 @@ class OutputRules:
     """The tools that may be called, and the schemas of their arguments."""
     format: ToolFormat | None = None
     """How calls are written; None: there are none."""
+    max_calls: int = 1
+    """Calls behind these are left out."""
     is_forced: bool = False
     """The grammar admits nothing but a list of calls."""
     is_named: bool = False
@@ -39,7 +41,7 @@ class OutputReader:
 
     def __init__(self, rules: OutputRules) -> None:
         self._rules = rules
-        self._writer = PieceWriter(rules.tools)
+        self._writer = PieceWriter(rules.tools, max_calls=rules.max_calls)
         self._reasoning: ReasoningParser | None = None
         self._parser = self._calls_parser()
         if rules.has_reasoning:

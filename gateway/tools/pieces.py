@@ -4,6 +4,7 @@ Pieces of one kind are append-only: joined contents are the message's content, a
 the text of a call's arguments. Between `CallBegun` and `CallEnded` of an index there are only its `CallArguments`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -49,3 +50,22 @@ class Syntax:
 
 
 Piece = Content | Reasoning | CallBegun | CallArguments | CallEnded | Syntax
+
+
+def joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """The same, neighbours of one kind as one."""
+    joined: list[Piece] = []
+    for piece in pieces:
+        last = joined[-1] if joined else None
+        match piece, last:
+            case (Content(text), Content(before)):
+                joined[-1] = Content(before + text)
+            case (Reasoning(text), Reasoning(before)):
+                joined[-1] = Reasoning(before + text)
+            case (Syntax(text), Syntax(before)):
+                joined[-1] = Syntax(before + text)
+            case (CallArguments(index, text), CallArguments(same, before)) if index == same:
+                joined[-1] = CallArguments(index, before + text)
+            case _:
+                joined.append(piece)
+    return joined

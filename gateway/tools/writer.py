@@ -9,39 +9,28 @@ Nothing is sent that a later character could turn into something else, and nothi
 import secrets
 from collections.abc import Collection
 
-from gateway.tools.pieces import CallArguments, CallBegun, CallEnded, Content, Piece, Reasoning, Syntax
+from gateway.tools.pieces import CallArguments, CallBegun, CallEnded, Content, Piece, Reasoning, Syntax, joined
 
 
 class PieceWriter:
-    """The pieces of one answer. `names` are the tools that may be called: anything else is no call."""
+    """The pieces of one answer. `names` are the tools that may be called: anything else is no call. Calls beyond
+    `max_calls` are read and left out."""
 
-    def __init__(self, names: Collection[str]) -> None:
+    def __init__(self, names: Collection[str], *, max_calls: int) -> None:
         self._names = names
+        self._max_calls = max_calls
         self._pieces: list[Piece] = []
         self._held: list[tuple[str, bool]] = []
         """(text, is it of the arguments) of what may become a call."""
         self._is_in_call = False
+        self._is_surplus = False
         self.num_calls = 0
         self.num_incomplete = 0
 
     def take(self) -> list[Piece]:
         """What became certain since the last time, neighbours of one kind joined."""
         pieces, self._pieces = self._pieces, []
-        joined: list[Piece] = []
-        for piece in pieces:
-            last = joined[-1] if joined else None
-            match piece, last:
-                case (Content(text), Content(before)):
-                    joined[-1] = Content(before + text)
-                case (Reasoning(text), Reasoning(before)):
-                    joined[-1] = Reasoning(before + text)
-                case (Syntax(text), Syntax(before)):
-                    joined[-1] = Syntax(before + text)
-                case (CallArguments(index, text), CallArguments(same, before)) if index == same:
-                    joined[-1] = CallArguments(index, before + text)
-                case _:
-                    joined.append(piece)
-        return joined
+        return joined(pieces)
 
     # -- outside of calls ----------------------------------------------------------------------------------------------
 
@@ -83,9 +72,13 @@ class PieceWriter:
         """The name of a call is known; false when no such tool is offered."""
         if name not in self._names:
             return False
+        self._is_in_call = True
+        if self.num_calls == self._max_calls:
+            self._is_surplus = True
+            self.confirm()
+            return True
         index = self.num_calls
         self.num_calls += 1
-        self._is_in_call = True
         self._pieces.append(CallBegun(index, f"call_{secrets.token_hex(12)}", name))
         held, self._held = self._held, []
         self._pieces += [CallArguments(index, text) if is_arguments else Syntax(text) for text, is_arguments in held]
@@ -94,7 +87,9 @@ class PieceWriter:
     def arguments(self, text: str) -> None:
         if not text:
             return
-        if self._is_in_call:
+        if self._is_surplus:
+            self._pieces.append(Syntax(text))
+        elif self._is_in_call:
             self._pieces.append(CallArguments(self.num_calls - 1, text))
         else:
             self._held.append((text, True))
@@ -104,6 +99,9 @@ class PieceWriter:
         if not self._is_in_call:
             return self.give_up()
         self._is_in_call = False
+        if self._is_surplus:
+            self._is_surplus = False
+            return
         self.num_incomplete += not is_complete
         self._pieces.append(CallEnded(self.num_calls - 1, is_complete))
 

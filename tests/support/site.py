@@ -16,6 +16,7 @@ from gateway.app import Gateway
 from gateway.models import ServedModel
 from gateway.server import Server
 from gateway.tls import Certificate
+from gateway.tools.dialect import dialect_of
 from modelfiles import ChatTemplate, GenerationDefaults, Tokenizer
 from tests.support.asgi import Client
 from tests.support.scripted import Script, ScriptedCluster
@@ -41,16 +42,20 @@ class Site:
     telemetry: Telemetry
 
 
-def served_model(tokenizer: Tokenizer | None = None) -> ServedModel:
+def served_model(
+    tokenizer: Tokenizer | None = None, *, template: str = TEMPLATE, max_context: int = MAX_CONTEXT
+) -> ServedModel:
     tokenizer = tokenizer or tiny_tokenizer()
     eos = tokenizer.added_id(EOS_TEXT)
     assert eos is not None
+    compiled = ChatTemplate(template, "tiny")
     return ServedModel(
         name="m",
         tokenizer=tokenizer,
-        template=ChatTemplate(TEMPLATE, "tiny"),
+        template=compiled,
+        dialect=dialect_of(compiled, tokenizer),
         defaults=GenerationDefaults(),
-        max_context=MAX_CONTEXT,
+        max_context=max_context,
         vocab_size=tokenizer.num_tokens,
         eos_token_ids=(eos,),
         created=1,

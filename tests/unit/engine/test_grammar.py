@@ -75,6 +75,13 @@ def text_of(tokens: list[int]) -> str:
         (source("json_schema", '{"type": "integer"}'), "1" * 19, {"end"}),
         (source("json_schema", '{"type": "number"}'), "0." + "1" * 17, {"E", "end"}),  # "e" is not in the vocabulary
         (source("json_schema", '{"type": "number"}'), "1E33", {"end"}),
+        (source("json_schema", '{"$ref": "#/$defs/n", "$defs": {"n": {"type": "integer"}}}'), "1" * 19, {"end"}),
+        (
+            source("json_schema", '{"$ref": "#/$defs/n", "$defs": {"n": {"type": "number"}}}'),
+            "0." + "1" * 17,
+            {"E", "end"},
+        ),
+        (source("json_schema", '{"$ref": "#/$defs/n", "$defs": {"n": {"type": "number"}}}'), "1E33", {"end"}),
         (source("json_schema", '{"type": "array", "items": {"const": 1}}'), "[1,", {" "}),
         (source("json_schema", '{"type": "array", "items": {"const": 1}}'), "[1, ", {"1"}),
         (

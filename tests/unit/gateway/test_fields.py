@@ -19,8 +19,10 @@ from gateway.responses.body import ResponsesBody
 from gateway.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, SamplingBody, TokenizeBody
 from tests.support.asgi import Reply
 from tests.support.scripted import Script
+from tests.support.site import TEMPLATE
 from tests.support.tiny_tokenizer import EOS_TEXT, START_TEXT, bos_tokenizer, ids_of, tiny_tokenizer
-from tests.unit.gateway.conftest import OpenSite, served_model
+from tests.support.tool_templates import REASONING
+from tests.unit.gateway.conftest import MAX_CONTEXT, OpenSite, served_model
 
 SCHEMAS: dict[str, type[Body]] = {
     "chat": ChatBody,
@@ -44,6 +46,7 @@ BASES: dict[str, dict[str, Any]] = {
     "tokenize": {"messages": HI},
     "detokenize": {"tokens": ids_of("hi")},
 }
+TOOLS = [{"type": "function", "function": {"name": "w"}}]
 EOS = tiny_tokenizer().added_id(EOS_TEXT) or 0
 
 GENERATION: dict[str, Any] = {
@@ -94,6 +97,11 @@ CASES: dict[str, dict[str, Any]] = {
         "add_generation_prompt": False,
         "continue_final_message": True,
         "chat_template_kwargs": {"signature": "yours"},
+        "tools": TOOLS,
+        "tool_choice": ("required", {"tools": TOOLS}),
+        "parallel_tool_calls": (False, {"tools": TOOLS, "tool_choice": "required"}),
+        "reasoning_effort": "high",
+        "include_reasoning": False,
     },
     "completions": {
         **GENERATION,
@@ -133,6 +141,10 @@ CASES: dict[str, dict[str, Any]] = {
         "add_generation_prompt": False,
         "continue_final_message": True,
         "chat_template_kwargs": {"signature": "yours"},
+        "tools": TOOLS,
+        "tool_choice": ("none", {"tools": TOOLS}),
+        "parallel_tool_calls": (False, {"tools": TOOLS}),
+        "reasoning_effort": "high",
         "return_token_strs": True,
     },
     "detokenize": {"model": "nobody", "tokens": ids_of("ho")},
@@ -186,7 +198,13 @@ async def outcome(open_site: OpenSite, route: str, body: dict[str, Any]) -> Any:
     )
     if "skip_special_tokens" in body:  # a special token within the text
         script.steps = [[tiny_tokenizer().added_id(START_TEXT) or 0], *script.steps]
-    model = served_model(bos_tokenizer()) if "add_special_tokens" in body else served_model()
+    if "include_reasoning" in body:
+        script.steps = [ids_of("<think>hm</think>hi")]
+    model = served_model(
+        bos_tokenizer() if "add_special_tokens" in body else None,
+        template=REASONING if "include_reasoning" in body else TEMPLATE,
+        max_context=4000 if "tools" in body else MAX_CONTEXT,
+    )
     async with open_site(script, model=model) as site:
         reply = await site.client.post(PATHS[route], body)
         sent = [replace(one, request_id="", traceparent="", age_s=0, deadline_s=0) for one in site.cluster.requests]
@@ -208,7 +226,7 @@ async def test_a_member_that_is_dropped_is_missed(open_site: OpenSite, route: st
     value, needs = case if isinstance(case, tuple) else (case, {})
     without = {**BASES[route], **needs}
     with_it = {**without, name: value}
-    if isinstance(value, bool) and name in ("skip_special_tokens", "add_special_tokens"):
+    if isinstance(value, bool) and name in ("skip_special_tokens", "add_special_tokens", "include_reasoning"):
         without[name] = not value  # the tokenizer or the tokens of the case are special
     changed, unchanged = await outcome(open_site, route, with_it), await outcome(open_site, route, without)
     assert changed != unchanged

@@ -82,8 +82,6 @@ def test_a_wrong_value_is_refused_by_its_name(member: str, values: list[object])
 @pytest.mark.parametrize(
     ("member", "value", "neutral"),
     [
-        ("tools", [{"type": "function"}], []),
-        ("tool_choice", "required", "auto"),
         ("audio", {}, None),
         ("functions", [{}], []),
         ("store", True, False),
@@ -102,7 +100,7 @@ def test_unknown_members_and_nulls_are_ignored() -> None:
     assert (body.temperature, body.stop, body.stream) == (None, [], False)
 
 
-@pytest.mark.parametrize("role", ["root", "", "user<|im_end|>", "tool", "function", 5, None])
+@pytest.mark.parametrize("role", ["root", "", "user<|im_end|>", "function", 5, None])
 def test_roles_are_a_closed_set(role: object) -> None:
     with pytest.raises(InvalidRequest) as refusal:
         parse_body(ChatBody, chat(messages=[{"role": role, "content": "x"}]))

@@ -6,7 +6,7 @@ import pytest
 
 from core.types import FinishReason
 from gateway.text import ChoiceText, TextRules
-from gateway.tools.formats import ToolFormat
+from gateway.tools.dialect import ToolFormat
 from gateway.tools.output import OutputReader, OutputRules
 from gateway.tools.pieces import Piece, Reasoning
 from tests.support.tiny_tokenizer import ids_of, tiny_tokenizer
@@ -51,7 +51,7 @@ def read(
 def test_bug_046_only_whole_calls_end_an_answer_as_tool_calls(
     text: str, finish: FinishReason, more: dict[str, bool], expected: str
 ) -> None:
-    rules = OutputRules(tools=TOOLS, format=ToolFormat.HERMES, **more)
+    rules = OutputRules(tools=TOOLS, format=ToolFormat.HERMES, max_calls=9, **more)
     assert read(text, rules, finish=finish)[2] == expected
 
 

@@ -46,7 +46,7 @@ each_parser = pytest.mark.parametrize("build", PARSERS.values(), ids=PARSERS)
 
 
 def parse(build: Build, pieces: Sequence[str]) -> list[Piece]:
-    writer = PieceWriter(NAMES)
+    writer = PieceWriter(NAMES, max_calls=99)
     parser = build(writer)
     parts: list[Piece] = []
     for piece in pieces:
@@ -286,7 +286,7 @@ def test_a_call_that_goes_wrong_is_incomplete_and_the_rest_is_content(
 
 
 def test_arguments_are_passed_on_as_they_are_written() -> None:
-    writer = PieceWriter(NAMES)
+    writer = PieceWriter(NAMES, max_calls=99)
     parser = HermesParser(writer)
     text = call_object("w", written(ROME, True))
     parser.feed("<tool_call>")
@@ -300,7 +300,7 @@ def test_arguments_are_passed_on_as_they_are_written() -> None:
 
 
 def test_content_waits_only_while_it_could_begin_a_call() -> None:
-    writer = PieceWriter(NAMES)
+    writer = PieceWriter(NAMES, max_calls=99)
     parser = HermesParser(writer)
     seen = []
     for piece in ("Hello", " <", "b", "> ", "world\n", "<tool_call", "s>"):

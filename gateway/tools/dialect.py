@@ -1,0 +1,83 @@
+"""How one model is told of tools, how it writes calls, and whether it marks its reasoning."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import partial
+
+from gateway.tools.parsers import HermesParser, LlamaParser, MistralParser
+from gateway.tools.reasoning import CLOSE, OPEN, ReasoningParser
+from gateway.tools.text_reader import TextReader
+from gateway.tools.writer import PieceWriter
+from modelfiles import ChatTemplate, TemplateTraits, Tokenizer, traits_of
+
+
+class ToolFormat(StrEnum):
+    HERMES = "hermes"
+    """Also Qwen's; what our own instruction asks for where a template knows no tools."""
+    LLAMA3 = "llama3"
+    MISTRAL = "mistral"
+
+
+PARSERS: Mapping[ToolFormat, Callable[[PieceWriter], TextReader]] = {
+    ToolFormat.HERMES: HermesParser,
+    ToolFormat.LLAMA3: LlamaParser,
+    ToolFormat.MISTRAL: MistralParser,
+}
+_MARKS: Mapping[ToolFormat, tuple[str, ...]] = {
+    ToolFormat.HERMES: HermesParser.marks,
+    ToolFormat.LLAMA3: LlamaParser.marks,
+    ToolFormat.MISTRAL: MistralParser.marks,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """The neutral one knows nothing of tools or reasoning: our own instruction tells the model."""
+
+    format: ToolFormat = ToolFormat.HERMES
+    is_taught: bool = False
+    """The template shows tools, calls and results in that format."""
+    traits: TemplateTraits = field(default_factory=partial(TemplateTraits, has_system=True))
+    has_reasoning: bool = False
+    special_marks: frozenset[int] = frozenset()
+    """Marks that are special tokens: their text must be seen although that of others is left out."""
+
+
+def dialect_of(
+    template: ChatTemplate | None, tokenizer: Tokenizer, *, tool_format: str = "auto", reasoning: str = "auto"
+) -> Dialect:
+    """The operator's word (`auto`: what the template says). A template that teaches a format that is none of ours is
+    not asked about tools: nobody could read the answers."""
+    if template is None:
+        return Dialect()
+    traits = traits_of(template)
+    found = _format_of(template.source, tokenizer) if tool_format == "auto" else ToolFormat(tool_format)
+    is_taught = found is not None and traits.has_tools and traits.has_calls
+    has_reasoning = _has_reasoning(template.source, tokenizer) if reasoning == "auto" else reasoning == "think"
+    written = found if is_taught and found is not None else ToolFormat.HERMES
+    marks = _MARKS[written] + (ReasoningParser.marks if has_reasoning else ())
+    ids = (tokenizer.added_id(mark) for mark in marks)
+    return Dialect(
+        format=written,
+        is_taught=is_taught,
+        traits=traits,
+        has_reasoning=has_reasoning,
+        special_marks=frozenset(one for one in ids if one is not None and tokenizer.is_special(one)),
+    )
+
+
+def _format_of(source: str, tokenizer: Tokenizer) -> ToolFormat | None:
+    """By the marks in a template's source; None for other formats."""
+    if "[TOOL_CALLS]" in source:
+        return ToolFormat.MISTRAL
+    if "<tool_call>" in source:
+        return None if "<function=" in source else ToolFormat.HERMES
+    if tokenizer.added_id("<|python_tag|>") is not None and '"parameters"' in source:
+        return ToolFormat.LLAMA3
+    return None
+
+
+def _has_reasoning(source: str, tokenizer: Tokenizer) -> bool:
+    """The template speaks of the marks, or the vocabulary has them."""
+    return CLOSE in source or all(tokenizer.added_id(mark) is not None for mark in (OPEN, CLOSE))
