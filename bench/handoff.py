@@ -1,91 +1,43 @@
-"""How fast KV moves between two processes, beside a memcpy of as many bytes: ``python -m bench.handoff``.
+"""The hand-off against its floors: ``python -m bench.handoff``.
 
-This process reads (D), a child holds (P). Each round moves ``--blocks`` scattered blocks of the default model's layout
-through the transfer thread, copies as many with numpy, and makes their digests, interleaved, so that a noisy neighbour
-meets all three. Ratios are what to look at; absolute numbers are the machine's.
+Three parts, each in two processes: blocks through the transfer thread beside a memcpy of as many (here), the ``tcp``
+backend beside a raw socket (:mod:`bench.tcp_link`), and the whole hand-over of a long prompt between two workers
+(:mod:`bench.hand_over`). In the first, this process reads (D), a child holds (P). Each round moves ``--blocks``
+scattered blocks of the default model's layout, copies as many with numpy, and makes their digests, interleaved, so that
+a noisy neighbour meets all three. Ratios are what to look at; absolute numbers are the machine's.
 """
 
 import argparse
+import asyncio
 import json
 import random
 import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 
+from bench import hand_over, tcp_link
+from bench.end import End, NoPool
+from bench.two_workers import Setup
 from core.clock import MonotonicClock
 from core.config import set_worker_environment
 from core.handoff import DigestKind, HandoffOutcome, LeaseRef, PeerInfo
-from core.ids import HandoffId, LeaseId, WorkerId, new_incarnation
-from core.kv import KVFormat, KVGeometry
-from kvtransfer.backends import create_backend
-from kvtransfer.backends.base import Backend, Identity, Link
+from core.ids import HandoffId, LeaseId
+from engine.kernels.digest import compiled_wsum64
+from kvtransfer.backends.base import Link
 from kvtransfer.custody import Custody
 from kvtransfer.digest import Digester
 from kvtransfer.fetch import FetchRequest, FetchResult
-from kvtransfer.layout import Region, kv_region
 from kvtransfer.lease import LeaseTable
-from kvtransfer.memory import REGION_KV, AlignedBuffer, Scratch
-from kvtransfer.slot import SlotMemory
 from kvtransfer.transfer_thread import TransferThread
 from rpc.convert import from_pb, to_pb
 from rpc.pb import handoff_pb2
 
-NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, DTYPE_BYTES = 30, 3, 64, 16, 4
-"""The default model in float32."""
 LIMIT_S = 30.0
-
-
-class NoPool:
-    """Custody without a block pool: nothing else uses these blocks."""
-
-    def take_custody(self, blocks: object) -> None: ...
-
-    def end_custody(self, blocks: object) -> None: ...
-
-
-class End:
-    """One process's memory behind a backend."""
-
-    def __init__(self, backend: str, worker_id: str, num_blocks: int) -> None:
-        self.geometry = KVGeometry(
-            num_blocks=num_blocks,
-            block_size=BLOCK_SIZE,
-            num_layers=NUM_LAYERS,
-            num_kv_heads=NUM_KV_HEADS,
-            head_dim=HEAD_DIM,
-            dtype_bytes=DTYPE_BYTES,
-        )
-        self.kv = AlignedBuffer(num_blocks * self.geometry.block_bytes)
-        self.slots = SlotMemory(16)
-        self.scratch = Scratch(16)
-        self.backend: Backend = create_backend(backend)
-        identity = Identity(worker_id=WorkerId(worker_id), incarnation=new_incarnation())
-        regions = (
-            kv_region(self.kv.region(REGION_KV), self.geometry),
-            Region(memory=self.slots.region()),
-            Region(memory=self.scratch.region()),
-        )
-        self.peer = PeerInfo(
-            worker_id=identity.worker_id,
-            incarnation=identity.incarnation,
-            format=KVFormat(
-                model_digest="bench",
-                tokenizer_digest="",
-                template_digest="",
-                compute_dtype="float32",
-                kv_dtype="float32",
-                quantisation="none",
-                num_layers=NUM_LAYERS,
-                num_kv_heads=NUM_KV_HEADS,
-                head_dim=HEAD_DIM,
-            ),
-            geometry=self.geometry,
-            link=self.backend.open(identity, regions),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +124,7 @@ def _rounds(
     pool_blocks = end.geometry.num_blocks
     copy_source = np.ones_like(end.kv.data).reshape(pool_blocks, -1)
     copy_target = np.ones_like(copy_source)
-    digester = Digester(DigestKind.WSUM64, end.geometry, end.kv.data)
+    digester = Digester(DigestKind.WSUM64, end.geometry, end.kv.data, sums=compiled_wsum64())
     fetches: list[FetchResult] = []
     singles: list[FetchResult] = []
     fetch_s: list[float] = []
@@ -246,17 +198,45 @@ def render(report: Report) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="KV transfer between two processes, beside a memcpy in the same run.")
-    parser.add_argument("--backend", default="nixl")
+    parser = argparse.ArgumentParser(prog="bench.handoff", description=__doc__)
     parser.add_argument("--blocks", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--quick", action="store_true", help="few rounds")
+    parser.add_argument("--json", type=Path, default=None, help="write the reports there")
+    parser.add_argument("--backend", default="nixl", help=argparse.SUPPRESS)
     parser.add_argument("--hold", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     set_worker_environment(1)
     if options.hold:
         hold(options.backend, options.blocks)
-    else:
-        print(render(measure(options.backend, options.blocks, options.rounds)))
+        return
+    fetch = measure("nixl", options.blocks, options.rounds)
+    print(render(fetch))
+    tcp = tcp_link.measure(options.blocks, 15 if options.quick else 60)
+    print(tcp_link.render(tcp))
+    over = asyncio.run(hand_over.measure(Setup(), *((3, 1) if options.quick else (10, 3))))
+    print(hand_over.render(over))
+    if options.json is not None:
+        reports = {"fetch": asdict(fetch), "tcp": asdict(tcp), "hand_over": asdict(over)}
+        options.json.write_text(json.dumps(reports) + "\n")
+    bars = (
+        ("nixl, of an interleaved memcpy", fetch.ratio, ">=", 0.6),
+        ("tcp, of a raw socket copy", tcp.ratio, ">=", tcp.bar),
+        ("hand-over, of 1.5 x (memcpy of what was left) + 3 ms", over.best.exposed_s / over.bar_s, "<=", 1.0),
+        ("digests, of the hand-over", over.digest_share, "<=", 0.15),
+        (
+            "throttled: exposed, of the ideal",
+            over.throttled_exposed_s / over.throttled_ideal_s,
+            "<=",
+            1.15,
+        ),
+    )
+    missed = False
+    for name, ratio, relation, bar in bars:
+        holds = ratio >= bar if relation == ">=" else ratio <= bar
+        missed |= not holds
+        print(f"{name}: {ratio:.2f} (bar {relation} {bar}{'' if holds else ', missed'})")
+    raise SystemExit(1 if missed else 0)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.handoff import End
+from bench.end import End
 from core.config import set_worker_environment
 from core.handoff import PeerInfo
 from kvtransfer.backends.base import Batch, Link, OpState

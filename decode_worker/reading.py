@@ -28,6 +28,9 @@ from kvtransfer.transfer_thread import TransferThread
 from kvtransfer.validate import check_read
 from worker.context import WorkerContext
 
+PART_BYTES = 4 << 20
+"""What is digested together: while it is in the processor's cache, and the next part is on its way."""
+
 
 class Reading:
     """Use as an async context manager. Event loop only. Blocks are named by their index within the sequence."""
@@ -120,10 +123,13 @@ class Reading:
         transfer = self._transfer
         if transfer is None:
             transfer = self._transfer = self._begin(lease, slot)
-        arrived = transfer.more(remote, local, is_last=is_last)
-        if fresh and self._context.digester.kind is not DigestKind.OFF:
-            digesting = self._digest(fresh, local, asyncio.wrap_future(arrived))
-            self._digesting.append(self._scope.spawn(digesting, name=f"digest-{fresh[0]}"))
+        size = max(1, PART_BYTES // self._context.geometry.block_bytes)
+        for start in range(0, max(len(fresh), 1), size):
+            part = slice(start, start + size)
+            arrived = transfer.more(remote[part], local[part], is_last=is_last and start + size >= len(fresh))
+            if fresh and self._context.digester.kind is not DigestKind.OFF:
+                digesting = self._digest(fresh[part], local[part], asyncio.wrap_future(arrived))
+                self._digesting.append(self._scope.spawn(digesting, name=f"digest-{fresh[start]}"))
 
     def _begin(self, lease: LeaseRef, slot: int) -> Transfer:
         return self._transfers.fetch(

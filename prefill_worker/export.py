@@ -160,10 +160,24 @@ class Exports:
                 return
             export.num_ready += len(fresh)
             export.ready_digests += made
-            view = self._leases.find(export.handoff_id)
-            if view is not None and view.reader is not None:
-                self._send_ready(export, view.reader.incarnation, first)
+            reader = self._reader_of(export)
+            if reader is not None:
+                self._send_ready(export, reader, first)
             await self._context.failpoints.reach("prefill.announced")
+
+    def _announce_rest(self, export: _Export, blocks: Sequence[int]) -> None:
+        """The prompt is computed: what was not announced of its complete blocks can move at once. Their digests come
+        with the grant."""
+        first = max(export.num_ready, export.num_held)
+        rest, reader = blocks[first:], self._reader_of(export)
+        if not rest or reader is None or not self._context.config.transfer.early_reads:
+            return
+        if self._leases.set_ready(export.lease.ref.lease_id, len(blocks)):
+            self._tell_ready(export, reader, first, rest, b"")
+
+    def _reader_of(self, export: _Export) -> Incarnation | None:
+        view = self._leases.find(export.handoff_id)
+        return None if view is None or view.reader is None else view.reader.incarnation
 
     async def seal(self, handoff_id: HandoffId, blocks: list[int], first_tokens: tuple[FirstToken, ...]) -> bool:
         """Hold ``blocks`` (already leased in the pool) and tell the claimant. False: it is over, the blocks are given
@@ -171,10 +185,12 @@ class Exports:
         context = self._context
         kind = context.digester.kind
         export = self._exports.get(handoff_id)
+        num_complete = 0 if export is None else export.num_tokens // context.geometry.block_size
+        if export is not None:
+            self._announce_rest(export, blocks[:num_complete])
         try:
             if export is not None and export.announcing is not None:
                 await asyncio.wait({export.announcing})  # what it digests is not digested again
-            num_complete = 0 if export is None else export.num_tokens // context.geometry.block_size
             made = await asyncio.to_thread(self.digests.digest, blocks, num_complete=num_complete)
             await context.failpoints.reach("prefill.seal")
         except BaseException:
@@ -322,21 +338,27 @@ class Exports:
 
     def _send_ready(self, export: _Export, incarnation: Incarnation, first: int) -> None:
         """Announce what is ready from block ``first`` on, as far as the claimant lacks it."""
-        connection = self._connections.get(incarnation)
         first = max(first, export.num_held)
-        if connection is None or first >= export.num_ready:
-            return
-        digest_bytes = self._context.geometry.num_kv_heads * digests.DIGEST_BYTES
-        connection.outgoing.put_nowait(
-            Ready(
-                handoff_id=export.handoff_id,
-                lease=export.lease.ref,
-                slot=export.lease.slot,
-                first_block=first,
-                block_ids=tuple(export.early[first : export.num_ready]),
-                digests=export.ready_digests[first * digest_bytes : export.num_ready * digest_bytes],
+        if first < export.num_ready:
+            size = self._context.geometry.num_kv_heads * digests.DIGEST_BYTES
+            made = export.ready_digests[first * size : export.num_ready * size]
+            self._tell_ready(export, incarnation, first, export.early[first : export.num_ready], made)
+
+    def _tell_ready(
+        self, export: _Export, incarnation: Incarnation, first: int, blocks: Sequence[int], made: bytes
+    ) -> None:
+        connection = self._connections.get(incarnation)
+        if connection is not None:
+            connection.outgoing.put_nowait(
+                Ready(
+                    handoff_id=export.handoff_id,
+                    lease=export.lease.ref,
+                    slot=export.lease.slot,
+                    first_block=first,
+                    block_ids=tuple(blocks),
+                    digests=made,
+                )
             )
-        )
 
     def _send_sealed(self, export: _Export, incarnation: Incarnation) -> None:
         connection = self._connections.get(incarnation)

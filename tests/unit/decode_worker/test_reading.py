@@ -111,8 +111,9 @@ class Rig:
                 await asyncio.sleep(0.001)
 
 
-@pytest.fixture
-async def rig() -> AsyncIterator[Rig]:
+@pytest.fixture(params=[1, 2, 100], ids=lambda num_blocks: f"parts of {num_blocks}")
+async def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
+    monkeypatch.setattr("decode_worker.reading.PART_BYTES", request.param * GEOMETRY.block_bytes)
     rig = Rig()
     rig.thread.start()
     rig.link = await asyncio.wrap_future(rig.thread.connect(rig.p.peer))
@@ -164,9 +165,8 @@ async def test_blocks_move_and_are_digested_before_the_seal(rig: Rig) -> None:
 
 
 async def test_a_bit_that_flips_in_an_early_read_is_found(rig: Rig) -> None:
-    rig.fabric.on_post = lambda reader, peer, batch: (
-        Fault(flip=(7, 1)) if batch.remote_region == REGION_KV and batch.num_bytes > GEOMETRY.block_bytes else None
-    )
+    faults = iter([Fault(flip=(7, 1))])
+    rig.fabric.on_post = lambda reader, peer, batch: next(faults, None) if batch.remote_region == REGION_KV else None
     lease, remote = rig.hand_off()
     with pytest.raises(DigestMismatch, match="block 0"):
         await rig.read(rig.ready(lease, remote, 1, 4), rig.seal(lease, remote))

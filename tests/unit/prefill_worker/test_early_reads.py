@@ -31,16 +31,19 @@ async def test_complete_blocks_are_announced_with_the_digests_that_are_sealed(ri
     rig.open(num_held_blocks=num_held)
     call = asyncio.create_task(rig.prefill(num_tokens=NUM_TOKENS))
     announced: dict[int, int] = {}
-    digests = b""
+    told: list[Ready] = []
     while isinstance(reply := await rig.next_reply(), Ready):
         announced |= dict(enumerate(reply.block_ids, reply.first_block))
-        digests += reply.digests
+        told.append(reply)
     assert isinstance(reply, Sealed) and (await call).first_tokens == reply.first_tokens
     grant = reply.grant
-    assert list(announced) == list(range(num_held, 4)), "not the last chunk: its grant follows at once"
-    assert grant.first_block == num_held and grant.block_ids[: 4 - num_held] == tuple(announced.values())
+    assert list(announced) == list(range(num_held, 5)), "not the last block: it is not full"
+    assert grant.first_block == num_held and grant.block_ids[: 5 - num_held] == tuple(announced.values())
+    digests = b"".join(ready.digests for ready in told)
+    (last,) = (ready for ready in told if not ready.digests)
     assert grant.digests.startswith(digests)
-    assert len(digests) == len(announced) * rig.context.geometry.num_kv_heads * DIGEST_BYTES
+    assert len(digests) == (4 - num_held) * rig.context.geometry.num_kv_heads * DIGEST_BYTES
+    assert last.block_ids[-1] == grant.block_ids[-2], "the last chunk's come with the grant"
     assert rig.role.exports.digests.num_made == 6, "each block once"
     assert rig.role.exports.end(H, Cancelled("the test is over"))
 
@@ -55,6 +58,7 @@ async def test_a_reader_that_comes_late_is_told_of_everything_so_far(rig: Rig) -
     counts = rig.context.engine.pool.counts()
     assert counts.in_use == 6 and counts.leased == 0, "a block counts once"
     rig.context.failpoints.set("worker.step", "")
+    assert isinstance(reply := await rig.next_reply(), Ready) and reply.first_block == 4
     assert isinstance(await rig.next_reply(), Sealed)
     await call
     assert rig.role.exports.end(H, Cancelled("the test is over"))
@@ -109,8 +113,8 @@ async def test_blocks_from_the_prefix_cache_are_announced_and_not_digested_again
     made = rig.role.exports.digests.num_made
     rig.open(attempt=2, handoff_id=HandoffId("other"))
     call = asyncio.create_task(rig.prefill(attempt=2, num_tokens=NUM_TOKENS, handoff_id=HandoffId("other")))
-    reply = await rig.next_reply()
-    assert isinstance(reply, Sealed) and len(reply.grant.block_ids) == 6
+    assert isinstance(reply := await rig.next_reply(), Ready) and len(reply.block_ids) == 5
+    assert isinstance(reply := await rig.next_reply(), Sealed) and len(reply.grant.block_ids) == 6
     await call
     assert rig.role.exports.digests.num_made == made + 1, "the block that is not full"
     assert rig.role.exports.end(HandoffId("other"), Cancelled("the test is over"))
@@ -124,5 +128,15 @@ async def test_a_failure_to_announce_costs_the_early_reads_only(rig: Rig, point:
     while isinstance(reply := await rig.next_reply(), Ready):
         pass
     assert isinstance(reply, Sealed) and len(reply.grant.block_ids) == 6
+    await call
+    assert rig.role.exports.end(H, Cancelled("the test is over"))
+
+
+async def test_nothing_is_announced_where_early_reads_are_off(rig: Rig) -> None:
+    transfer = rig.context.config.transfer.model_copy(update={"early_reads": False})
+    rig.context.config = rig.context.config.model_copy(update={"transfer": transfer})
+    rig.open()
+    call = asyncio.create_task(rig.prefill(num_tokens=NUM_TOKENS))
+    assert isinstance(await rig.next_reply(), Sealed)
     await call
     assert rig.role.exports.end(H, Cancelled("the test is over"))

@@ -1,0 +1,282 @@
+"""A cluster of two workers for measuring: this process is router, gateway and D, a child is P.
+
+Both note the times of their steps and digests, D also what moves, on the machine's monotonic clock, which they share.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+import httpx
+
+from core.config import ClusterConfig, load_config, set_worker_environment
+from core.handoff import LinkInfo, PeerInfo
+from core.ids import GatewayId, WorkerId, new_incarnation
+from core.telemetry import Telemetry
+from core.types import Role
+from gateway.app import Gateway
+from gateway.models import ServedModel
+from gateway.ports import RpcClients
+from kvtransfer.backends import create_backend
+from kvtransfer.backends.base import PENDING, Backend, Batch, Identity, Link, Op, OpState, OpStatus
+from kvtransfer.layout import Region
+from kvtransfer.memory import REGION_KV
+from router.service import RouterServer
+from rpc.clients import RouterClient
+
+CHUNK_TOKENS = 512
+START_S, LIMIT_S = 120.0, 300.0
+
+Span = tuple[float, float]
+"""Of the monotonic clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What differs between runs."""
+
+    backend: str = "nixl"
+    early_reads: bool = True
+
+    def overrides(self, router: str) -> list[str]:
+        return [
+            f"router.listen={router}",
+            "gateway.listen=127.0.0.1:0",
+            f"transfer.backend={self.backend}",
+            f"transfer.early_reads={str(self.early_reads).lower()}",
+            f"models.0.pools={{prefill: {{max_step_tokens: {CHUNK_TOKENS}}}, decode: {{}}}}",
+            "models.0.kv.num_blocks=320",
+            "worker.pin_threads=false",
+        ]
+
+
+@dataclass(slots=True, kw_only=True)
+class Move:
+    """One operation that brings KV."""
+
+    posted_at: float
+    num_bytes: int
+    done_at: float = 0.0
+
+
+class Watched:
+    """A backend that notes what moves, and can be slowed to ``bytes_per_s`` as a link would be."""
+
+    def __init__(self, inner: Backend) -> None:
+        self._inner = inner
+        self.moves: list[Move] = []
+        self.bytes_per_s = 0.0
+        self._free_at = 0.0
+        self._pending: dict[int, tuple[Move, float]] = {}
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    def open(self, identity: Identity, regions: tuple[Region, ...]) -> LinkInfo:
+        return self._inner.open(identity, regions)
+
+    def connect(self, peer: PeerInfo) -> Link:
+        return self._inner.connect(peer)
+
+    def post(self, link: Link, batch: Batch) -> Op:
+        posted_at = time.monotonic()
+        op = self._inner.post(link, batch)
+        if batch.local_region == REGION_KV:
+            if self.bytes_per_s:
+                self._free_at = max(self._free_at, posted_at) + batch.num_bytes / self.bytes_per_s
+            move = Move(posted_at=posted_at, num_bytes=batch.num_bytes)
+            self.moves.append(move)
+            self._pending[id(op)] = (move, self._free_at)
+        return op
+
+    def poll(self, op: Op) -> OpStatus:
+        known = self._pending.get(id(op))
+        if known is not None and time.monotonic() < known[1]:
+            return PENDING
+        status = self._inner.poll(op)
+        if known is not None and status.state is not OpState.PENDING:
+            known[0].done_at = time.monotonic()
+            del self._pending[id(op)]
+        return status
+
+    def abort(self, link: Link) -> bool:
+        return self._inner.abort(link)
+
+    def disconnect(self, link: Link) -> None:
+        self._inner.disconnect(link)
+
+    def close(self) -> bool:
+        return self._inner.close()
+
+
+@dataclass(slots=True, kw_only=True)
+class Notes:
+    """What a worker did."""
+
+    steps: list[Span] = field(default_factory=list)
+    digests: list[Span] = field(default_factory=list)
+
+
+# -- the workers ------------------------------------------------------------------------------------------------------
+
+
+async def _start_worker(
+    config: ClusterConfig, role: Role, backend: Backend, notes: Notes, stack: AsyncExitStack
+) -> str:
+    """Returns the data type of its KV."""
+    from decode_worker.service import DecodeRole
+    from engine.engine import StepResult
+    from engine.kernels.digest import compiled_wsum64
+    from kvtransfer.digest import Digester
+    from prefill_worker.service import PrefillRole
+    from worker.context import WorkerContext, WorkerRole
+    from worker.process import TransferMemory, Worker, load_engine
+
+    class NotingDigester(Digester):
+        def digest(self, blocks: Sequence[int]) -> bytes:
+            began = time.monotonic()
+            made = super().digest(blocks)
+            notes.digests.append((began, time.monotonic()))
+            return made
+
+    class NotingPrefill(PrefillRole):
+        def on_step(self, result: StepResult, started_at: float, ended_at: float) -> None:
+            notes.steps.append((started_at, ended_at))
+            super().on_step(result, started_at, ended_at)
+
+    class NotingDecode(DecodeRole):
+        def on_step(self, result: StepResult, started_at: float, ended_at: float) -> None:
+            notes.steps.append((started_at, ended_at))
+            super().on_step(result, started_at, ended_at)
+
+    def make_role(context: WorkerContext, memory: TransferMemory) -> WorkerRole:
+        region = context.engine.kv_region
+        context.digester = NotingDigester.at_address(
+            config.transfer.digest, context.geometry, region.address, sums=compiled_wsum64()
+        )
+        if role is Role.PREFILL:
+            return NotingPrefill(context, memory.leases, memory.me)
+        return NotingDecode(context, memory.transfers, memory.me)
+
+    model = config.models[0]
+    worker = Worker(
+        config,
+        model=model.name,
+        role=role,
+        worker_id=WorkerId(f"{role}-0"),
+        engine=load_engine(config, model, role),
+        backend=backend,
+        make_role=make_role,
+    )
+    await worker.start()
+    stack.push_async_callback(worker.stop)
+    return worker.context.format.kv_dtype
+
+
+async def hold(overrides: Sequence[str]) -> None:
+    """The child: P. Answers each line on standard input with what it did since the last; ends with the input."""
+    config = load_config(overrides=overrides, environ={})
+    notes = Notes()
+    async with AsyncExitStack() as stack:
+        backend = create_backend(config.transfer.backend)
+        await _start_worker(config, Role.PREFILL, backend, notes, stack)
+        print("ready", flush=True)
+        while await asyncio.to_thread(sys.stdin.readline):
+            print(json.dumps({"steps": notes.steps, "digests": notes.digests}), flush=True)
+            notes.steps, notes.digests = [], []
+
+
+class Cluster:
+    """Router, gateway and D in this process, P in a child."""
+
+    _http: httpx.AsyncClient
+
+    def __init__(self, child: asyncio.subprocess.Process, backend: Watched, model: str) -> None:
+        self.notes = Notes()
+        self.backend = backend
+        self.kv_dtype = ""
+        self._child = child
+        self._model = model
+
+    @classmethod
+    @asynccontextmanager
+    async def start(cls, setup: Setup) -> "AsyncIterator[Cluster]":
+        async with AsyncExitStack() as stack:
+            router = RouterServer(load_config(overrides=setup.overrides("127.0.0.1:0"), environ={}))
+            await router.start()
+            stack.push_async_callback(router.stop)
+            overrides = setup.overrides(router.address)
+            config = load_config(overrides=overrides, environ={})
+            child = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "bench.two_workers", "--hold", *overrides,
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 24,
+            )  # fmt: skip
+            self = cls(child, Watched(create_backend(setup.backend)), config.models[0].name)
+            stack.push_async_callback(self._end_child)
+            self.kv_dtype = await _start_worker(config, Role.DECODE, self.backend, self.notes, stack)
+            assert child.stdout is not None
+            async with asyncio.timeout(START_S):
+                line = await child.stdout.readline()
+            if line.strip() != b"ready":
+                raise SystemExit("the prefill worker did not start")
+            gateway = Gateway(
+                config,
+                router=RouterClient(router.address),
+                clients=RpcClients(),
+                models=[ServedModel.load(model) for model in config.models],
+                telemetry=Telemetry(component="gateway"),
+                gateway_id=GatewayId("gateway-0"),
+                incarnation=new_incarnation(),
+            )
+            gateway.start()
+            stack.push_async_callback(gateway.close)
+            self._http = httpx.AsyncClient(
+                transport=httpx.ASGITransport(gateway.asgi), base_url="http://gateway", timeout=LIMIT_S
+            )
+            stack.push_async_callback(self._http.aclose)
+            await self._ready()
+            yield self
+
+    async def _ready(self) -> None:
+        async with asyncio.timeout(START_S):
+            while (await self._http.get("/ready")).is_error:
+                await asyncio.sleep(0.05)
+
+    async def _end_child(self) -> None:
+        assert self._child.stdin is not None
+        self._child.stdin.close()
+        await self._child.wait()
+
+    async def _ask_child(self) -> Notes:
+        assert self._child.stdin is not None and self._child.stdout is not None
+        self._child.stdin.write(b"\n")
+        answer = json.loads(await self._child.stdout.readline())
+        return Notes(steps=[tuple(span) for span in answer["steps"]], digests=[tuple(s) for s in answer["digests"]])
+
+    async def complete(self, prompt: list[int]) -> tuple[Notes, Notes, list[Move]]:
+        """Two tokens to a prompt: what P noted meanwhile, what D noted, and what moved."""
+        await self._ask_child()
+        self.notes.steps, self.notes.digests, self.backend.moves = [], [], []
+        body = {"model": self._model, "prompt": prompt, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+        answer = await self._http.post("/v1/completions", json=body)
+        answer.raise_for_status()
+        await asyncio.sleep(0.1)  # what both note after the last token
+        return await self._ask_child(), self.notes, self.backend.moves
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="bench.two_workers", description=__doc__)
+    parser.add_argument("--hold", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    set_worker_environment(1)
+    asyncio.run(hold(options.hold))
+
+
+if __name__ == "__main__":
+    main()
