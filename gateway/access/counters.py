@@ -134,4 +134,4 @@ class CounterChoice:
 
 
 def local_counters(wall: Callable[[], float]) -> Counters:
-    return Counters(Windows(MemoryStorage(), wall), LocalTally())
+    return Counters(Windows(MemoryStorage(), wall), LocalTally(wall))

@@ -148,10 +148,11 @@ class Reservations:
                 taken.tally = counters
                 return
             num_tokens = await self._spent(key_id, budget)
-            if num_tokens is None:  # nobody knows: without a budget for once
+            is_counted = await self._counters.run(
+                lambda chosen: chosen.tally.begin(key_id, budget, num_tokens)  # noqa: B023
+            )
+            if not is_counted:  # nobody knows, and the setting says to serve: without a budget for once
                 taken.ask = replace(ask, budgets=tuple(one for one in ask.budgets if one is not budget))
-            else:
-                await self._counters.run(lambda chosen: chosen.tally.begin(key_id, budget, num_tokens))  # noqa: B023
         raise AccessUnknown("budgets cannot be checked at the moment; try again shortly", retry_after_s=1)
 
     async def _spent(self, key_id: str, budget: Budget) -> int | None:

@@ -90,9 +90,13 @@ class SharedTally:
         self._mine.setdefault(ask.key_id, set()).add(_member(ask))
         return Verdict()
 
-    async def begin(self, key_id: str, budget: Budget, num_tokens: int) -> None:
+    async def begin(self, key_id: str, budget: Budget, num_tokens: int | None) -> bool:
+        """A counter that all gateways share never begins with a guess."""
+        if num_tokens is None:
+            return False
         counter = _counter(key_id, budget.period, budget.label)
         await self._redis.set(counter, num_tokens, nx=True, ex=KEPT_S[budget.period])
+        return True
 
     async def close(self, ask: Ask, num_tokens: int, labels: Sequence[tuple[Period, str]]) -> None:
         members = self._mine.get(ask.key_id, set())

@@ -5,11 +5,13 @@ when it ends. So a counter holds true usage only, and a gateway that dies takes 
 is not there yet begins with what the database says.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Protocol
+
+REFRESH_S = 10.0
 
 
 class Period(StrEnum):
@@ -69,8 +71,9 @@ class Tally(Protocol):
     async def open(self, ask: Ask) -> Verdict:
         """Counts a request in, or nothing."""
 
-    async def begin(self, key_id: str, budget: Budget, num_tokens: int) -> None:
-        """The counter of a budget begins with what the database has, unless it is there by now."""
+    async def begin(self, key_id: str, budget: Budget, num_tokens: int | None) -> bool:
+        """The counter of a budget begins with what the database has, unless it is there by now. None: the database does
+        not say. Whether the budget is counted now."""
 
     async def close(self, ask: Ask, num_tokens: int, labels: Sequence[tuple[Period, str]]) -> None:
         """Ends what `open` let in. `num_tokens` were used, in the periods of `labels`."""
@@ -79,14 +82,27 @@ class Tally(Protocol):
         """Keeps what runs here, where it would be forgotten otherwise."""
 
 
-class LocalTally:
-    """Of this process alone. Nothing is awaited, so a look and a step are one."""
+@dataclass(slots=True)
+class _Spent:
+    """A budget's counter."""
 
-    def __init__(self) -> None:
+    label: str
+    num_tokens: int
+    read_at: float
+    """When the database was asked."""
+
+
+class LocalTally:
+    """Of this process alone. Nothing is awaited, so a look and a step are one.
+
+    Counters begin anew with the database's sums every `REFRESH_S`, for other gateways may write there too.
+    """
+
+    def __init__(self, wall: Callable[[], float]) -> None:
+        self._wall = wall
         self._open: dict[str, dict[str, int]] = {}
         """By key and request: the reserved tokens."""
-        self._spent: dict[tuple[str, Period], tuple[str, int]] = {}
-        """By key and kind of period: its label and what was used."""
+        self._spent: dict[tuple[str, Period], _Spent] = {}
 
     async def open(self, ask: Ask) -> Verdict:
         running = self._open.get(ask.key_id, {})
@@ -95,16 +111,19 @@ class LocalTally:
         reserved = sum(running.values()) + ask.num_tokens if ask.budgets else 0
         for budget in ask.budgets:
             spent = self._find(ask.key_id, budget)
-            if spent is None:
+            if spent is None or self._wall() - spent.read_at > REFRESH_S:
                 return Verdict(unknown=budget)
-            if spent + reserved > budget.limit:
+            if spent.num_tokens + reserved > budget.limit:
                 return Verdict(exceeded=budget)
         self._open.setdefault(ask.key_id, {})[ask.request_id] = ask.num_tokens
         return Verdict()
 
-    async def begin(self, key_id: str, budget: Budget, num_tokens: int) -> None:
-        if self._find(key_id, budget) is None:
-            self._spent[key_id, budget.period] = (budget.label, num_tokens)
+    async def begin(self, key_id: str, budget: Budget, num_tokens: int | None) -> bool:
+        known = self._find(key_id, budget)
+        if num_tokens is None:
+            num_tokens = 0 if known is None else known.num_tokens
+        self._spent[key_id, budget.period] = _Spent(budget.label, num_tokens, self._wall())
+        return True
 
     async def close(self, ask: Ask, num_tokens: int, labels: Sequence[tuple[Period, str]]) -> None:
         running = self._open.get(ask.key_id, {})
@@ -112,13 +131,13 @@ class LocalTally:
         if not running:
             self._open.pop(ask.key_id, None)
         for period, label in labels:
-            known, spent = self._spent.get((ask.key_id, period), ("", 0))
-            if known == label:
-                self._spent[ask.key_id, period] = (label, spent + num_tokens)
+            spent = self._spent.get((ask.key_id, period))
+            if spent is not None and spent.label == label:
+                spent.num_tokens += num_tokens
 
     async def renew(self) -> None:
         """Nothing is forgotten here."""
 
-    def _find(self, key_id: str, budget: Budget) -> int | None:
-        known, spent = self._spent.get((key_id, budget.period), ("", 0))
-        return spent if known == budget.label else None
+    def _find(self, key_id: str, budget: Budget) -> _Spent | None:
+        spent = self._spent.get((key_id, budget.period))
+        return spent if spent is not None and spent.label == budget.label else None

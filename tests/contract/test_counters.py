@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from limits.aio.storage import MemoryStorage
 from redis.asyncio import Redis
 
 from core.access_config import AccessConfig
@@ -15,7 +16,8 @@ from core.clock import ManualClock
 from gateway.access import shared_tally
 from gateway.access.counters import CounterChoice, Counters, SharedCounters, local_counters
 from gateway.access.errors import AccessUnknown
-from gateway.access.tally import Ask, Budget, Period, Verdict
+from gateway.access.tally import REFRESH_S, Ask, Budget, LocalTally, Period, Verdict
+from gateway.access.windows import Windows
 from tests.support.valkey import ValkeyServer
 
 NOON = 1_796_040_000.0
@@ -119,6 +121,24 @@ async def test_the_stricter_of_two_budgets_decides(pair: Pair, key_id: str) -> N
     assert verdict.exceeded is not None
     assert verdict.exceeded.period is Period.MONTH
     assert await opened(pair[1], ask(key_id, "2", tokens=9, day=10, month=9)) == Verdict(), "a refusal held nothing"
+
+
+async def test_in_memory_a_budget_is_read_anew_for_what_others_use() -> None:
+    now = NOON
+    tally = LocalTally(lambda: now)
+    counters = Counters(Windows(MemoryStorage(), wall), tally)
+    assert await opened(counters, ask("k", "1", tokens=10, day=100), spent=50) == Verdict()
+    assert await opened(counters, ask("k", "2", tokens=10, day=100), spent=80) == Verdict(), "not asked yet"
+    now += REFRESH_S + 1
+    assert (await opened(counters, ask("k", "3", tokens=10, day=100), spent=80)).exceeded is not None
+
+
+@places
+async def test_a_database_that_is_away_begins_no_shared_budget_with_a_guess(pair: Pair, key_id: str) -> None:
+    (budget,) = ask(key_id, "1", day=5).budgets
+    is_local = isinstance(pair[0].tally, LocalTally)
+    assert await pair[0].tally.begin(key_id, budget, None) is is_local
+    assert ((await pair[0].tally.open(ask(key_id, "1", day=5))).unknown is None) is is_local
 
 
 @places

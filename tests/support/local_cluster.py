@@ -18,6 +18,7 @@ from core.telemetry import Telemetry
 from core.types import Role
 from decode_worker.service import DecodeRole
 from engine.engine import Engine
+from gateway.access.assembly import open_access
 from gateway.app import Gateway
 from gateway.models import ServedModel
 from gateway.ports import RpcClients
@@ -91,6 +92,8 @@ class LocalCluster:
         self.router = RouterClient(address)
         for role in self.config.models[0].pools:
             await self._start_worker(role, f"{role}-0")
+        incarnation = new_incarnation()
+        access = await open_access(self.config.gateway.access, incarnation=incarnation)
         self.gateway = Gateway(
             self.config,
             router=self.router,
@@ -98,7 +101,8 @@ class LocalCluster:
             models=[_served_model(model.model_dump_json()) for model in self.config.models],
             telemetry=Telemetry(component="gateway"),
             gateway_id=GatewayId("gateway-0"),
-            incarnation=new_incarnation(),
+            incarnation=incarnation,
+            access=access,
         )
         self.gateway.start()
         self._stack.push_async_callback(self.gateway.close)
