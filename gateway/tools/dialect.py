@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 
+from core.errors import ConfigError
 from gateway.tools.parsers import HermesParser, LlamaParser, MistralParser
 from gateway.tools.reasoning import CLOSE, OPEN, ReasoningParser
 from gateway.tools.text_reader import TextReader
@@ -48,19 +49,23 @@ def dialect_of(
     template: ChatTemplate | None, tokenizer: Tokenizer, *, tool_format: str = "auto", reasoning: str = "auto"
 ) -> Dialect:
     """The operator's word (`auto`: what the template says). A template that teaches a format that is none of ours is
-    not asked about tools: nobody could read the answers."""
-    if template is None:
-        return Dialect()
-    traits = traits_of(template)
-    found = _format_of(template.source, tokenizer) if tool_format == "auto" else ToolFormat(tool_format)
-    is_taught = found is not None and traits.has_tools and traits.has_calls
-    has_reasoning = _has_reasoning(template.source, tokenizer) if reasoning == "auto" else reasoning == "think"
-    written = found if is_taught and found is not None else ToolFormat.HERMES
+    not asked about tools: nobody could read the answers. Raises ConfigError for a format that no template teaches."""
+    traits = TemplateTraits() if template is None else traits_of(template)
+    source = "" if template is None else template.source
+    knows_tools = traits.has_tools and traits.has_calls
+    if tool_format not in ("auto", ToolFormat.HERMES) and not knows_tools:
+        raise ConfigError(
+            f"tool_format is {tool_format}, but the model's chat template does not show tools and calls: give it "
+            "a template that does, or say tool_format: auto (then an instruction of ours is used)"
+        )
+    found = _format_of(source, tokenizer) if tool_format == "auto" else ToolFormat(tool_format)
+    has_reasoning = _has_reasoning(source, tokenizer) if reasoning == "auto" else reasoning == "think"
+    written = found if found is not None and knows_tools else ToolFormat.HERMES
     marks = _MARKS[written] + (ReasoningParser.marks if has_reasoning else ())
     ids = (tokenizer.added_id(mark) for mark in marks)
     return Dialect(
         format=written,
-        is_taught=is_taught,
+        is_taught=found is not None and knows_tools,
         traits=traits,
         has_reasoning=has_reasoning,
         special_marks=frozenset(one for one in ids if one is not None and tokenizer.is_special(one)),
