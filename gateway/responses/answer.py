@@ -1,6 +1,7 @@
 """The answer of the responses route, plain and streamed: one choice, told as items."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import orjson
 
@@ -10,7 +11,10 @@ from gateway.answers import ChatAnswer, Part
 from gateway.parse import Job
 from gateway.responses.conversation import ResponseRequest
 from gateway.responses.events import Fields, ResponseEvents
-from gateway.usage import usage_of
+from gateway.text import TextDelta
+from gateway.tools.output import OutputReader
+from gateway.tools.pieces import CallArguments, CallBegun, CallEnded, Content, Piece, Reasoning, joined
+from gateway.usage import Usage
 
 
 class ResponsesAnswer(ChatAnswer):
@@ -24,6 +28,16 @@ class ResponsesAnswer(ChatAnswer):
         self._events = ResponseEvents(self._id, about)
         self._has_begun = False
         [self._part] = self.parts
+        self._reader = None if job.output is None else OutputReader(job.output)
+        self._read: list[Piece] = []
+        """What was read and not yet told."""
+
+    def _take(self, part: Part, delta: TextDelta) -> None:
+        if self._reader is not None:
+            self._read += self._reader.take(delta)
+        elif delta.text:
+            self._read.append(Content(delta.text))
+        super()._take(part, delta)
 
     # -- streamed -----------------------------------------------------------------------------------------------------
 
@@ -61,12 +75,22 @@ class ResponsesAnswer(ChatAnswer):
     # -- small parts --------------------------------------------------------------------------------------------------
 
     def _pieces(self, part: Part) -> bytes:
-        """What the text that came adds."""
-        text = "".join(part.texts)
-        if not text:
-            return b""
-        frames = self._events.text(text, self._scores(part))
-        part.drop()
+        """What was read adds. Scores go with the text that they are of; those of calls and reasoning are not told."""
+        pieces, self._read = joined(self._read), []
+        frames = b""
+        for piece in pieces:
+            match piece:
+                case Content(text):
+                    frames += self._events.text(text, self._scores(part))
+                case Reasoning(text):
+                    frames += self._events.reasoning(text)
+                case CallBegun():
+                    frames += self._events.begin_call(piece.call_id, piece.name)
+                case CallArguments(_, text):
+                    frames += self._events.arguments(text)
+                case CallEnded():
+                    frames += self._events.close("completed" if piece.is_complete else "incomplete")
+            part.drop()
         return frames
 
     def _scores(self, part: Part) -> list[object]:
@@ -75,14 +99,18 @@ class ResponsesAnswer(ChatAnswer):
         return content if isinstance(content, list) else []
 
     def _usage(self) -> Fields:
-        usage = usage_of(self.runs)
+        usage = self._used()
         return {
             "input_tokens": usage.num_prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0},
             "output_tokens": usage.num_completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
             "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
         }
+
+    def _used(self) -> Usage:
+        num_reasoning_tokens = 0 if self._reader is None else self._reader.num_reasoning_tokens
+        return replace(super()._used(), num_reasoning_tokens=num_reasoning_tokens)
 
     def _timing(self) -> Mapping[str, object]:
         return {} if self.timing is None else self.timing(self.runs[0])

@@ -1,7 +1,7 @@
 """From a response request to the chat request that means the same, and back from its errors to the caller's names."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from core.config import LimitsConfig
@@ -26,11 +26,12 @@ _RENAMED: tuple[tuple[str, str], ...] = (
 
 
 class Conversation:
-    """The messages that items make, and for each the place of the item that it began with."""
+    """The messages that items make."""
 
     def __init__(self) -> None:
         self.messages: list[Fields] = []
-        self.places: list[str] = []
+        self.places: dict[str, str] = {}
+        """Where the caller wrote what stands at a path of the messages."""
         self._reasoning: str | None = None
 
     def add(self, item: object, place: str) -> None:
@@ -64,17 +65,21 @@ class Conversation:
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call: Fields = {"id": item.get("call_id"), "type": "function", "function": function}
         last = self.messages[-1] if self.messages else {}
-        calls = last.get("tool_calls", [])
-        if last.get("role") == "assistant" and self._reasoning is None and isinstance(calls, list):
-            last["tool_calls"] = [*calls, call]
-        else:
-            self._put({"role": "assistant", "content": None, "tool_calls": [call]}, place)
+        if last.get("role") != "assistant" or self._reasoning is not None:
+            last = {"role": "assistant", "content": None}
+            self._put(last, place)
+        calls = last.setdefault("tool_calls", [])
+        assert isinstance(calls, list), "ours"
+        path = f"messages.{len(self.messages) - 1}.tool_calls.{len(calls)}"
+        self.places |= {f"{path}.function": place, f"{path}.id": f"{place}.call_id", path: place}
+        calls.append(call)
 
     def _put(self, message: Fields, place: str) -> None:
         if self._reasoning is not None and message["role"] == "assistant":
             message["reasoning_content"], self._reasoning = self._reasoning, None
+        path = f"messages.{len(self.messages)}"
+        self.places |= {f"{path}.tool_call_id": f"{place}.call_id", path: place}
         self.messages.append(message)
-        self.places.append(place)
 
 
 class ResponseRequest:
@@ -121,7 +126,7 @@ class ResponseRequest:
         }
 
 
-def chat_body(body: ResponsesBody) -> tuple[ChatBody, Sequence[str]]:
+def chat_body(body: ResponsesBody) -> tuple[ChatBody, Mapping[str, str]]:
     """The chat request, and the places of its messages for `renamed`. Raises InvalidRequest in the caller's names."""
     conversation = Conversation()
     if body.instructions is not None:
@@ -160,15 +165,12 @@ def chat_body(body: ResponsesBody) -> tuple[ChatBody, Sequence[str]]:
         raise renamed(error, conversation.places) from None
 
 
-def renamed(error: RequestError, places: Sequence[str]) -> RequestError:
+def renamed(error: RequestError, places: Mapping[str, str]) -> RequestError:
     """The error in the words of this route: its members instead of those of the chat request."""
 
-    def place(found: re.Match[str]) -> str:
-        index = int(found[1])
-        return places[index] if index < len(places) else "input"
-
     def rename(text: str) -> str:
-        text = re.sub(r"\bmessages\.(\d+)", place, text)
+        for path in sorted(places, key=len, reverse=True):
+            text = re.sub(rf"\b{re.escape(path)}\b", places[path], text)
         text = re.sub(r"\bmessages\b", "input", text)
         for pattern, name in _RENAMED:
             text = re.sub(rf"\b{pattern}\b", name, text)

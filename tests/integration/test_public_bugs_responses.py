@@ -19,8 +19,9 @@ from pydantic import TypeAdapter
 from core import types as t
 from core.errors import WorkerLost
 from tests.support.scripted import Fault, Script
-from tests.support.site import Site, cluster_config, open_site, serve
+from tests.support.site import Site, cluster_config, open_site, serve, served_model
 from tests.support.tiny_tokenizer import EOS_TEXT, ids_of, tiny_tokenizer
+from tests.support.tool_templates import HERMES
 
 ANSWER = "hello \U0001f5fc world"
 EOS = tiny_tokenizer().added_id(EOS_TEXT) or 0
@@ -38,7 +39,7 @@ def script(**more: Any) -> Script:
 @asynccontextmanager
 async def client_of(told: Script) -> AsyncIterator[tuple[openai.AsyncOpenAI, Site]]:
     async with (
-        open_site(told) as site,
+        open_site(told, model=served_model(template=HERMES, max_context=4000)) as site,
         serve(site.gateway, cluster_config().gateway) as address,
         openai.AsyncOpenAI(base_url=f"http://{address}/v1", api_key="none", max_retries=0) as client,
     ):
@@ -104,6 +105,32 @@ async def test_bug_065_every_event_is_whole_and_every_beginning_has_its_end() ->
     assert all(
         isinstance(event["logprobs"], list) for event in events if event["type"].startswith("response.output_text")
     )
+
+
+TOOLS: list[Any] = [
+    {"type": "function", "name": "w", "strict": None, "parameters": {"type": "object", "properties": {"city": {}}}}
+]
+
+
+async def test_bug_065_a_forced_call_is_told_as_a_whole_item() -> None:
+    arguments = '{"city": "Rome \U0001f999"}'
+    forced = ids_of(f'[{{"name": "w", "arguments": {arguments}}}]')
+    told = Script(steps=[*([one] for one in forced), [EOS]], finish_reason=t.FinishReason.STOP, stop_token_id=EOS)
+    async with client_of(told) as (client, _):
+        events = await raw_events(client, tools=TOOLS, tool_choice="required")
+        async with client.responses.stream(model="m", input="hi", tools=TOOLS, tool_choice="required") as stream:
+            deltas = [event async for event in stream if event.type == "response.function_call_arguments.delta"]
+            final = await stream.get_final_response()
+        plain = await client.responses.create(model="m", input="hi", tools=TOOLS, tool_choice="required")
+    kinds = list(dict.fromkeys(event["type"] for event in events))
+    call = "response.function_call_arguments"
+    closed = [f"{call}.delta", f"{call}.done", "response.output_item.done", "response.completed"]
+    assert kinds == [*OPENED[:3], *closed]
+    assert deltas[-1].snapshot == arguments
+    for response in (final, plain):
+        [item] = response.output
+        assert item.type == "function_call" and item.call_id
+        assert (item.name, item.arguments, item.status) == ("w", arguments, "completed")
 
 
 async def test_bug_065_what_breaks_half_way_is_closed_and_failed() -> None:

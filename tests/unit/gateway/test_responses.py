@@ -9,10 +9,11 @@ import pytest
 
 from core import types as t
 from core.errors import WorkerLost
+from tests.support import tool_templates as templates
 from tests.support.asgi import Reply
 from tests.support.scripted import Fault, Script
 from tests.support.tiny_tokenizer import EOS_TEXT, ids_of, tiny_tokenizer
-from tests.unit.gateway.conftest import MAX_CONTEXT, OpenSite
+from tests.unit.gateway.conftest import MAX_CONTEXT, OpenSite, served_model
 
 PATH = "/v1/responses"
 ANSWER = "hello \U0001f5fc"
@@ -297,3 +298,143 @@ async def test_extras_of_a_chat_are_honoured_here_too(open_site: OpenSite) -> No
     assert (sampling.top_k, sampling.seed, sampling.min_tokens) == (7, 5, 2)
     assert (sampling.repetition_penalty, sampling.ignore_eos) == (1.5, True)
     assert (found["status"], found["output"][0]["content"][0]["text"]) == ("completed", "hel")
+
+
+# -- calls and reasoning ----------------------------------------------------------------------------------------------
+
+TOOLS = [
+    {"type": "function", "name": name, "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+    for name in ("w1", "w2")
+]
+ROME, OSLO = '{"city": "Rome \U0001f999"}', '{"city": "Oslo"}'
+CALLS = (
+    f'I look.\n<tool_call>\n{{"name": "w1", "arguments": {ROME}}}\n</tool_call>\n'
+    f'<tool_call>\n{{"name": "w2", "arguments": {OSLO}}}\n</tool_call>'
+)
+
+
+CALL = {"type": "function_call", "call_id": "c", "name": "w1", "arguments": "{}"}
+
+
+def text_script(text: str, size: int, reason: t.FinishReason = t.FinishReason.STOP) -> Script:
+    ids = ids_of(text)
+    return Script(steps=[ids[at : at + size] for at in range(0, len(ids), size)], finish_reason=reason)
+
+
+def without_ids(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in item.items() if name not in ("id", "call_id")} for item in output]
+
+
+@pytest.mark.parametrize("size", [1, 4, 500])
+async def test_calls_are_items_of_their_own(open_site: OpenSite, size: int) -> None:
+    model = served_model(template=templates.HERMES, max_context=4000)
+    async with open_site(text_script(CALLS, size), model=model) as site:
+        plain = (await site.client.post(PATH, ask(tools=TOOLS))).json()
+        events = events_of(await site.client.post(PATH, ask(tools=TOOLS, stream=True)))
+    final = events[-1]["response"]
+    assert final["status"] == plain["status"] == "completed"
+    assert without_ids(final["output"]) == without_ids(plain["output"])
+    kinds = [(item["type"], item.get("name")) for item in final["output"]]
+    assert kinds == [("message", None), ("function_call", "w1"), ("function_call", "w2")]
+    assert [item.get("arguments") for item in final["output"]] == [None, ROME, OSLO]
+    assert len({item["id"] for item in final["output"]} | {item.get("call_id") for item in final["output"]}) == 6
+    for index, item in enumerate(final["output"]):
+        told = [event for event in events if event.get("output_index") == index]
+        assert told[0]["type"] == "response.output_item.added"
+        assert told[-1] == {**told[-1], "type": "response.output_item.done", "item": item}
+        assert "".join(event.get("delta", "") for event in told) == item.get("arguments", "I look.")
+        if item["type"] == "function_call":
+            assert told[0]["item"] == {**item, "arguments": "", "status": "in_progress"}
+            done = told[-2]
+            assert (done["type"], done["arguments"]) == ("response.function_call_arguments.done", item["arguments"])
+            assert done["name"] == item["name"]
+    assert final["tools"][0]["name"] == "w1"
+
+
+async def test_a_call_that_is_cut_is_incomplete(open_site: OpenSite) -> None:
+    model = served_model(template=templates.HERMES, max_context=4000)
+    cut = text_script(CALLS[:60], 3, t.FinishReason.LENGTH)
+    async with open_site(cut, model=model) as site:
+        events = events_of(await site.client.post(PATH, ask(tools=TOOLS, stream=True)))
+    final = events[-1]
+    assert (final["type"], final["response"]["status"]) == ("response.incomplete", "incomplete")
+    assert [item["status"] for item in final["response"]["output"]] == ["completed", "incomplete"]
+
+
+@pytest.mark.parametrize("size", [1, 7, 500])
+async def test_reasoning_is_an_item_before_the_message(open_site: OpenSite, size: int) -> None:
+    model = served_model(template=templates.REASONING, max_context=4000)
+    async with open_site(text_script("<think>\nhm, hm\n</think>\nhello", size), model=model) as site:
+        plain = (await site.client.post(PATH, ask())).json()
+        events = events_of(await site.client.post(PATH, ask(stream=True)))
+    final = events[-1]["response"]
+    assert without_ids(final["output"]) == without_ids(plain["output"])
+    reasoning, message = final["output"]
+    assert (reasoning["type"], reasoning["content"], reasoning["summary"]) == (
+        "reasoning",
+        [{"type": "reasoning_text", "text": "hm, hm"}],
+        [],
+    )
+    assert message["content"][0]["text"] == "hello"
+    deltas = [event["delta"] for event in events if event["type"] == "response.reasoning_text.delta"]
+    assert "".join(deltas) == "hm, hm"
+    assert final["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+
+
+async def test_a_conversation_with_calls_and_reasoning_is_read_as_a_chat_is(open_site: OpenSite) -> None:
+    items = [
+        {"role": "user", "content": "Rome?"},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+        {
+            "type": "function_call",
+            "id": "fc_1",
+            "call_id": "c1",
+            "name": "w1",
+            "arguments": ROME,
+            "status": "completed",
+        },
+        {"type": "function_call", "call_id": "c2", "name": "w2", "arguments": OSLO},
+        {"type": "function_call_output", "call_id": "c1", "output": "sun"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "rain"}]},
+    ]
+
+    def call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+        return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+    messages = [
+        {"role": "user", "content": "Rome?"},
+        {"role": "assistant", "content": "I look.", "tool_calls": [call("c1", "w1", ROME), call("c2", "w2", OSLO)]},
+        {"role": "tool", "tool_call_id": "c1", "content": "sun"},
+        {"role": "tool", "tool_call_id": "c2", "content": "rain"},
+    ]
+    chat_tools = [
+        {"type": "function", "function": {"name": tool["name"], "parameters": tool["parameters"]}} for tool in TOOLS
+    ]
+    model = served_model(template=templates.HERMES, max_context=4000)
+    async with open_site(model=model, limits={"max_body_bytes": 65_536}) as site:
+        ours = await prompt_of(site, PATH, {"model": "m", "input": items, "tools": TOOLS})
+        chat = {"model": "m", "messages": messages, "tools": chat_tools}
+        assert ours == await prompt_of(site, "/v1/chat/completions", chat)
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools.1.name"),
+        ({"tools": [{**TOOLS[0], "parameters": {"type": "string"}}]}, "tools.0.parameters"),
+        ({"text": {"format": {"type": "json_object"}}}, "tools"),
+        (
+            {"input": [{"type": "function_call", "call_id": "c", "name": "w1"}]},
+            "input.0.arguments",
+        ),
+    ],
+    ids=str,
+)
+async def test_what_is_wrong_with_tools_is_told_in_the_callers_names(
+    open_site: OpenSite, more: dict[str, Any], param: str
+) -> None:
+    model = served_model(template=templates.HERMES, max_context=4000)
+    async with open_site(model=model) as site:
+        reply = await site.client.post(PATH, ask(**{"tools": TOOLS, **more}))
+    assert (reply.status, reply.json()["error"]["param"]) == (400, param), reply.json()
