@@ -18,6 +18,7 @@ from gateway.generation import Generation
 from gateway.legs import Peers
 from gateway.metrics import GatewayMetrics
 from gateway.models import ModelShelf, ServedModel
+from gateway.openapi import OPENAPI_PATH, openapi_page
 from gateway.pipeline import Pipeline, PipelineLimits
 from gateway.ports import ClientFactory, RouterPort
 from gateway.reporter import Reporter
@@ -126,8 +127,8 @@ class Gateway:
 
 
 def _application(generation: Generation, routes: Routes, access: Access) -> FastAPI:
-    """The route table. Only what stands here is served: no documentation routes, no redirects. Every route has a door,
-    and what is no route has the one of keys: strangers do not learn what exists."""
+    """The route table. Only what stands here is served, and one page that describes it; no redirects. Every route has a
+    door, and what is no route has the one of keys: strangers do not learn what exists."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     key, admin = access.gate.check_key, access.gate.check_admin
     table: list[tuple[str, str, Door, Handle]] = [
@@ -152,6 +153,8 @@ def _application(generation: Generation, routes: Routes, access: Access) -> Fast
                 ("DELETE", "/admin/keys/{key_id}", admin, access.routes.revoke_key),
                 ("GET", "/admin/usage", admin, access.routes.all_usage),
             ]
+    served = {(method, path.replace(":path", "")) for method, path, _, _ in table} | {("GET", OPENAPI_PATH)}
+    table.append(("GET", OPENAPI_PATH, key, openapi_page(served)))
     methods: dict[str, list[str]] = {}
     for method, path, door, handle in table:
         app.router.routes.append(Route(path, Endpoint(path, door, handle), methods=[method]))
