@@ -73,7 +73,12 @@ OpenSite = Callable[..., AbstractAsyncContextManager[Site]]
 def open_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OpenSite:
     @asynccontextmanager
     async def opened(
-        script: Script | None = None, *, has_admin: bool = True, names: tuple[str, ...] = ("m",), **access: Any
+        script: Script | None = None,
+        *,
+        has_admin: bool = True,
+        names: tuple[str, ...] = ("m",),
+        max_context: int = 200,
+        **access: Any,
     ) -> AsyncIterator[Site]:
         config = AccessConfig(database=str(tmp_path / "keys.db"), **access)
         if has_admin:
@@ -86,7 +91,7 @@ def open_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OpenSite:
             parse_config({"models": [{"name": "m"}]}),
             router=cluster,
             clients=cluster,
-            models=[replace(served_model(), name=name) for name in names],
+            models=[replace(served_model(), name=name, max_context=max_context) for name in names],
             telemetry=telemetry,
             gateway_id=GatewayId("g"),
             incarnation=Incarnation(7),

@@ -132,6 +132,17 @@ async def test_bug_055_an_error_of_ours_before_the_first_token_is_free(open_site
     assert (row.num_requests, row.num_prompt_tokens, row.num_completion_tokens) == (3, 0, 0)
 
 
+async def test_every_choice_of_every_prompt_is_reserved(open_site: OpenSite) -> None:
+    async with open_site() as site:
+        headers = await site.key(tokens_per_minute=1000)
+        reply = await site.ask(headers, prompt=["say it", "say it"], n=3, max_tokens=20)
+        assert reply.status == 200
+        assert reply.headers["x-ratelimit-remaining-tokens"] == str(1000 - 2 * PROMPT - 6 * 20)
+        await until_settled(site)
+        models = await site.client.get("/v1/models", headers=headers)
+        assert models.headers["x-ratelimit-remaining-tokens"] == str(1000 - 2 * PROMPT - 6 * ANSWER)
+
+
 async def test_more_than_a_key_ever_allows_is_told_and_not_retried(open_site: OpenSite) -> None:
     async with open_site() as site:
         headers = await site.key(tokens_per_minute=50, max_streams=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections import Counter
 from typing import Any
@@ -14,50 +15,84 @@ from tests.unit.gateway.access.conftest import OpenSite, Site
 from tests.unit.gateway.access.test_limits import until_settled
 
 NUM_REQUESTS = 500
-ANSWER = "hello \U0001f5fc world, and more"
+ANSWERS = (
+    'yes <tool_call>\n{"name": "look", "arguments": {"at": 1}}\n</tool_call>',
+    "hello \U0001f5fc world",
+    '{"a": [1, 2, 3]}',
+)
+"""Of the choices, in turn."""
+STOP = "world"
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}
+MESSAGES = [{"role": "user", "content": "hi"}]
 
 
-def body_of(draw: random.Random) -> tuple[str, dict[str, Any]]:
-    body: dict[str, Any] = {"model": draw.choice(("m", "n")), "max_tokens": 60, "stream": draw.random() < 0.6}
-    if body["stream"] and draw.random() < 0.5:
+def draw_request(draw: random.Random) -> tuple[str, dict[str, Any]]:
+    body: dict[str, Any] = {"model": draw.choice(("m", "n")), "stream": draw.random() < 0.6}
+    match draw.choice(("chat", "tools", "structured", "text", "prompts", "responses")):
+        case "responses":
+            return "/v1/responses", {**body, "input": "hi", "max_output_tokens": 90}
+        case "text":
+            path, more = "/v1/completions", {"prompt": "say it"}
+        case "prompts":
+            path, more = "/v1/completions", {"prompt": ["a", "bc", "def"]}
+        case "tools":
+            path, more = "/v1/chat/completions", {"messages": MESSAGES, "tools": TOOLS}
+        case "structured":
+            path, more = "/v1/chat/completions", {"messages": MESSAGES, "response_format": SCHEMA}
+        case _:
+            path, more = "/v1/chat/completions", {"messages": MESSAGES}
+    body |= more | {"max_tokens": 90, "n": draw.choice((1, 1, 2, 3)), "temperature": 1}
+    if body["stream"]:
         body["stream_options"] = {"include_usage": True}
     if draw.random() < 0.2:
-        body["stop"] = "world"
-    if draw.random() < 0.5:
-        return "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": draw.choice(("hi", "hello"))}]}
-    return "/v1/completions", {**body, "prompt": draw.choice(("say it", "world", "x"))}
+        body["stop"] = STOP
+    return path, body
 
 
-def told_usage(reply: Reply, *, is_stream: bool) -> dict[str, Any] | None:
-    """The usage that the client was told."""
-    if reply.status != 200 or not reply.is_complete:
-        return None
-    if not is_stream:
-        usage: dict[str, Any] = reply.json()["usage"]
-        return usage
-    chunks = [event for event in reply.events() if event != "[DONE]"]
-    return chunks[-1].get("usage")
+def num_made(body: dict[str, Any]) -> int:
+    """Tokens that the script makes for a request that nobody cuts off."""
+    texts = [text.partition(STOP)[0] + STOP if STOP in text and "stop" in body else text for text in ANSWERS]
+    num_prompts = len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1
+    return num_prompts * sum(len(ids_of(text)) for text in texts[: body.get("n", 1)])
+
+
+def told_usage(reply: Reply, path: str, *, is_stream: bool) -> tuple[int, int]:
+    """Prompt and completion tokens that the client was told."""
+    if path == "/v1/responses":
+        usage = reply.json()["usage"] if not is_stream else last_event(reply)["response"]["usage"]
+        return usage["input_tokens"], usage["output_tokens"]
+    usage = reply.json()["usage"] if not is_stream else reply.events()[-2]["usage"]
+    return usage["prompt_tokens"], usage["completion_tokens"]
+
+
+def last_event(reply: Reply) -> dict[str, Any]:
+    lines = [line for line in reply.body.decode().split("\n") if line.startswith("data: ")]
+    event: dict[str, Any] = json.loads(lines[-1].removeprefix("data: "))
+    return event
 
 
 async def one_request(site: Site, draw: random.Random, headers: dict[str, str], told: Counter[str]) -> None:
-    path, body = body_of(draw)
+    path, body = draw_request(draw)
     call: Call = site.client.start("POST", path, body, headers=headers)
     if draw.random() < 0.4:
-        for _ in range(draw.randrange(60)):  # some turns of the loop later the client is gone, wherever that finds it
+        for _ in range(draw.randrange(120)):  # some turns of the loop later the client is gone, wherever that finds it
             await asyncio.sleep(0)
         call.leave()
     reply = await call.end()
-    usage = told_usage(reply, is_stream=body["stream"])
-    if usage is not None:
-        told["answered"] += 1
-        told["prompt"] += usage["prompt_tokens"]
-        told["completion"] += usage["completion_tokens"]
-    told["left" if not reply.is_complete else "complete"] += 1
+    if not reply.is_complete:
+        told["left"] += 1
+        return
+    assert reply.status == 200, reply.body
+    prompt, completion = told_usage(reply, path, is_stream=body["stream"])
+    assert completion == num_made(body), (path, body)
+    told.update(answered=1, prompt=prompt, completion=completion)
 
 
 async def test_the_sums_of_500_mixed_requests_match_to_the_token(open_site: OpenSite) -> None:
     draw = random.Random(5)
-    async with open_site(Script(steps=[[one] for one in ids_of(ANSWER)]), names=("m", "n")) as site:
+    first, *others = ([[one] for one in ids_of(text)] for text in ANSWERS)
+    async with open_site(Script(steps=first, others=others), names=("m", "n"), max_context=4000) as site:
         amounts = {"tokens_per_minute": 10_000_000, "tokens_per_day": 10_000_000, "max_streams": 100}
         keys = [await site.key("a", **amounts), await site.key("a"), await site.key("b", **amounts)]
         told: Counter[str] = Counter()
@@ -65,19 +100,20 @@ async def test_the_sums_of_500_mixed_requests_match_to_the_token(open_site: Open
             await asyncio.gather(*(one_request(site, draw, draw.choice(keys), told) for _ in range(10)))
         await until_settled(site)
         rows = [*await site.usage("a"), *await site.usage("b")]
-        for _ in range(NUM_REQUESTS // 50):  # a report takes a hundred of them
+        for _ in range(NUM_REQUESTS // 20):  # a report takes a hundred of them; a request may be several
             await site.gateway.reporter.report()
         records = [record for report in site.cluster.reports for record in report.records]
         left_over = [await site.client.get("/v1/models", headers=headers) for headers in (keys[0], keys[2])]
     assert told["left"] > 50, told
-    assert told["answered"] > 100, told
+    assert told["answered"] > 200, told
     completion = sum(row.num_completion_tokens for row in rows)
     prompt = sum(row.num_prompt_tokens for row in rows)
-    # Of every run, as the router is told of it: what was accepted, whoever left.
+    # The router is told of every run: what was accepted of it, whoever left.
     assert completion == sum(record.num_completion_tokens for record in records)
-    charged = [record for record in records if record.num_completion_tokens or record.decode_worker]
-    assert prompt == sum(record.num_prompt_tokens for record in charged)
-    assert completion >= told["completion"]
+    placed = [record for record in records if record.num_completion_tokens or record.decode_worker]
+    assert prompt == sum(record.num_prompt_tokens for record in placed)
+    assert completion > told["completion"], "some left when tokens had been made"
+    assert prompt > told["prompt"]
     assert len({(row.key_id, row.model) for row in rows}) == 6
     # The rates have what was used and no reservation.
     used = Counter[str]()
