@@ -128,7 +128,7 @@ class ModelConfigSection(_Section):
     invariant: bool = True
     """Bitwise equal results under any batching (law 3)."""
     generation: GenerationConfig = GenerationConfig()
-    tool_format: Literal["auto", "hermes", "llama3", "mistral"] = "auto"
+    tool_format: Literal["auto", "hermes", "llama3", "mistral", "qwen3_coder"] = "auto"
     """How the model writes calls of tools. ``auto``: as its chat template teaches it; where that knows no tools, an
     instruction of ours asks for ``hermes``."""
     reasoning: Literal["auto", "think", "off"] = "auto"

@@ -10,6 +10,7 @@ from gateway.tools.parsers import HermesParser, LlamaParser, MistralParser
 from gateway.tools.reasoning import CLOSE, OPEN, ReasoningParser
 from gateway.tools.text_reader import TextReader
 from gateway.tools.writer import PieceWriter
+from gateway.tools.xml_parser import XmlParser
 from modelfiles import ChatTemplate, TemplateTraits, Tokenizer, traits_of
 
 
@@ -18,17 +19,20 @@ class ToolFormat(StrEnum):
     """Also Qwen's; what our own instruction asks for where a template knows no tools."""
     LLAMA3 = "llama3"
     MISTRAL = "mistral"
+    QWEN3_CODER = "qwen3_coder"
 
 
 PARSERS: Mapping[ToolFormat, Callable[[PieceWriter], TextReader]] = {
     ToolFormat.HERMES: HermesParser,
     ToolFormat.LLAMA3: LlamaParser,
     ToolFormat.MISTRAL: MistralParser,
+    ToolFormat.QWEN3_CODER: XmlParser,
 }
 _MARKS: Mapping[ToolFormat, tuple[str, ...]] = {
     ToolFormat.HERMES: HermesParser.marks,
     ToolFormat.LLAMA3: LlamaParser.marks,
     ToolFormat.MISTRAL: MistralParser.marks,
+    ToolFormat.QWEN3_CODER: XmlParser.marks,
 }
 
 
@@ -77,7 +81,7 @@ def _format_of(source: str, tokenizer: Tokenizer) -> ToolFormat | None:
     if "[TOOL_CALLS]" in source:
         return ToolFormat.MISTRAL
     if "<tool_call>" in source:
-        return None if "<function=" in source else ToolFormat.HERMES
+        return ToolFormat.QWEN3_CODER if "<function=" in source else ToolFormat.HERMES
     if tokenizer.added_id("<|python_tag|>") is not None and '"parameters"' in source:
         return ToolFormat.LLAMA3
     return None

@@ -7,17 +7,17 @@ Nothing is sent that a later character could turn into something else, and nothi
 """
 
 import secrets
-from collections.abc import Collection
+from collections.abc import Mapping
 
 from gateway.tools.pieces import CallArguments, CallBegun, CallEnded, Content, Piece, Reasoning, Syntax, joined
 
 
 class PieceWriter:
-    """The pieces of one answer. `names` are the tools that may be called: anything else is no call. Calls beyond
-    `max_calls` are read and left out."""
+    """The pieces of one answer. `tools` may be called (by name, with the schemas of their arguments): anything else is
+    no call. Calls beyond `max_calls` are read and left out."""
 
-    def __init__(self, names: Collection[str], *, max_calls: int) -> None:
-        self._names = names
+    def __init__(self, tools: Mapping[str, object], *, max_calls: int) -> None:
+        self.tools = tools
         self._max_calls = max_calls
         self._pieces: list[Piece] = []
         self._held: list[tuple[str, bool]] = []
@@ -70,7 +70,7 @@ class PieceWriter:
 
     def begin(self, name: str) -> bool:
         """The name of a call is known; false when no such tool is offered."""
-        if name not in self._names:
+        if name not in self.tools:
             return False
         self._is_in_call = True
         if self.num_calls == self._max_calls:

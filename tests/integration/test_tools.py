@@ -64,7 +64,7 @@ async def scripted(text: str, size: int = 3) -> AsyncIterator[tuple[openai.Async
         yield client, site
 
 
-async def test_the_official_stream_helper_puts_calls_together() -> None:
+async def test_bug_047_the_official_stream_helper_keeps_parallel_calls_apart() -> None:
     async with scripted(CALLS) as (client, _):
         plain = await client.chat.completions.create(model="m", messages=ASK, tools=TOOLS)  # type: ignore[arg-type]
         async with client.chat.completions.stream(model="m", messages=ASK, tools=TOOLS) as stream:  # type: ignore[arg-type]

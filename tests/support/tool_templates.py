@@ -62,6 +62,12 @@ LLAMA3 = (
     "{% else %}{{ message.content }}{% endif %}<|im_end|>\n{% endfor %}" + _PROMPT
 )
 
+QWEN3_CODER = HERMES.replace(
+    "{{ call.function | tojson }}",
+    "<function={{ call.function.name }}>\n{% for key, value in call.function.arguments | items %}"
+    "<parameter={{ key }}>\n{{ value }}\n</parameter>\n{% endfor %}</function>",
+)
+
 UNKNOWN_FORMAT = HERMES.replace("tool_call>", "a_call>")
 """Knows tools, but teaches marks that nobody here reads."""
 

@@ -54,12 +54,24 @@ def rendered(source: str, given: list[Message], *, tokenizer: Tokenizer | None =
         ),
         (templates.MISTRAL, TemplateTraits(has_tools=True, has_calls=True, wants_short_ids=True)),
         (templates.LLAMA3, TemplateTraits(has_system=True, has_tools=True, has_calls=True)),
+        (templates.QWEN3_CODER, TemplateTraits(has_system=True, has_tools=True, has_calls=True)),
         (templates.NO_TOOLS, TemplateTraits(has_system=True)),
         (templates.NO_SYSTEM, TemplateTraits()),
         ("{{ raise_exception('never') }}", TemplateTraits()),
         ("{% for m in messages %}{{ m.content }}{{ m.tool_calls }}{% endfor %}", TemplateTraits(has_system=True)),
     ],
-    ids=["hermes", "strict content", "text arguments", "mistral", "llama3", "no tools", "no system", "never", "repr"],
+    ids=[
+        "hermes",
+        "strict content",
+        "text arguments",
+        "mistral",
+        "llama3",
+        "qwen3_coder",
+        "no tools",
+        "no system",
+        "never",
+        "repr",
+    ],
 )
 def test_what_a_template_knows_is_found_by_rendering(source: str, traits: TemplateTraits) -> None:
     assert traits_of(ChatTemplate(source, "t")) == traits
@@ -69,6 +81,7 @@ def test_what_a_template_knows_is_found_by_rendering(source: str, traits: Templa
     ("source", "marks", "expected"),
     [
         (templates.HERMES, (), (ToolFormat.HERMES, True, False)),
+        (templates.QWEN3_CODER, (), (ToolFormat.QWEN3_CODER, True, False)),
         (templates.MISTRAL, ("[TOOL_CALLS]",), (ToolFormat.MISTRAL, True, False)),
         (templates.LLAMA3, ("<|python_tag|>",), (ToolFormat.LLAMA3, True, False)),
         (templates.LLAMA3, (), (ToolFormat.HERMES, False, False)),

@@ -16,8 +16,12 @@ from gateway.tools.pieces import CallArguments, CallBegun, CallEnded, Content, P
 from gateway.tools.reasoning import ReasoningParser
 from gateway.tools.text_reader import TextReader
 from gateway.tools.writer import PieceWriter
+from gateway.tools.xml_parser import XmlParser
 
 NAMES = ("w", "get_time", "\u6f22")
+ARGUMENTS = {"city": "string", "num": "integer", "is_ok": "boolean", "list": "array", "either": ["string", "null"]}
+SCHEMA = {"properties": {name: {"type": kind} for name, kind in ARGUMENTS.items()}}
+TOOLS = {name: SCHEMA for name in NAMES}
 ROME = {"city": 'Ro"me\\ \u6f22\U0001f999', "days": [1, -2.5e3, None, True], "deep": {"a": {}, "b": [[]]}}
 
 
@@ -39,6 +43,7 @@ PARSERS: dict[str, Build] = {
     "llama3": LlamaParser,
     "mistral": MistralParser,
     "list": ListParser,
+    "qwen3_coder": XmlParser,
     "reasoning+hermes": reasoning_hermes,
     "open reasoning+llama3": open_llama,
 }
@@ -46,7 +51,7 @@ each_parser = pytest.mark.parametrize("build", PARSERS.values(), ids=PARSERS)
 
 
 def parse(build: Build, pieces: Sequence[str]) -> list[Piece]:
-    writer = PieceWriter(NAMES, max_calls=99)
+    writer = PieceWriter(TOOLS, max_calls=99)
     parser = build(writer)
     parts: list[Piece] = []
     for piece in pieces:
@@ -106,6 +111,15 @@ FRAGMENTS = (
     *("<tool_call>", "</tool_call>", "<tool_", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<think>"),
     *("</think>", "{", "}", "[", "]", ",", ";", ":", '"', "\\", '"name"', '"arguments"', '"parameters"', '"w"', "w"),
     *('"get_time"', '"nobody"', '{"name": "w", "arguments": ', '{"name": "w", "parameters": {}}', '"{}"', "null", "{}"),
+    *(
+        "<function=",
+        "<function=w>",
+        "</function>",
+        "<parameter=",
+        "<parameter=num>",
+        "<parameter=city>",
+        "</parameter>",
+    ),
     *('{"a": "x\\u00e9\\"}"}', "1", "-0.5", "true", "fals", " ", "\n", "\u00e9\u6f22\U0001f999", "\x00", "text"),
 )
 any_text = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=25).map("".join)
@@ -131,10 +145,10 @@ def test_no_character_of_any_text_is_lost_or_made_up(build: Build, text: str, cu
     for part in parts:
         if isinstance(part, Content | Reasoning | Syntax | CallArguments):
             copied.update(part.text)
-    read = Counter("{}" * sum(name != "" for name, _ in calls(parts)))
+    read = Counter[str]("{}" * sum(name != "" for name, _ in calls(parts)))
     lost = Counter(text) - copied
     assert not lost
-    if '"{}"' not in text:
+    if '"{}"' not in text and build is not XmlParser:
         assert not copied - Counter(text) - read
 
 
@@ -286,7 +300,7 @@ def test_a_call_that_goes_wrong_is_incomplete_and_the_rest_is_content(
 
 
 def test_arguments_are_passed_on_as_they_are_written() -> None:
-    writer = PieceWriter(NAMES, max_calls=99)
+    writer = PieceWriter(TOOLS, max_calls=99)
     parser = HermesParser(writer)
     text = call_object("w", written(ROME, True))
     parser.feed("<tool_call>")
@@ -300,7 +314,7 @@ def test_arguments_are_passed_on_as_they_are_written() -> None:
 
 
 def test_content_waits_only_while_it_could_begin_a_call() -> None:
-    writer = PieceWriter(NAMES, max_calls=99)
+    writer = PieceWriter(TOOLS, max_calls=99)
     parser = HermesParser(writer)
     seen = []
     for piece in ("Hello", " <", "b", "> ", "world\n", "<tool_call", "s>"):
@@ -314,6 +328,73 @@ def test_content_waits_only_while_it_could_begin_a_call() -> None:
 def test_arguments_may_be_told_as_a_string(arguments: str, name_first: bool) -> None:
     text = f"<tool_call>{call_object('w', arguments, name_first=name_first)}</tool_call>"
     assert calls(parse(hermes, list(text))) == [("w", '{"city": "Rome"}')]
+
+
+def xml(name: str, values: dict[str, str]) -> str:
+    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, {}),
+        ({"city": "Rome"}, {"city": "Rome"}),
+        ({"city": ' a "b"\n\n<c> \\ \u6f22\U0001f999 </parameter\n'}, None),
+        ({"city": "5", "num": "5", "unknown": "5"}, {"city": "5", "num": 5, "unknown": "5"}),
+        ({"is_ok": "True", "list": '[1, {"a": null}]'}, {"is_ok": True, "list": [1, {"a": None}]}),
+        ({"either": "null"}, {"either": None}),
+        ({"either": "some text"}, {"either": "some text"}),
+        ({"num": "not a number"}, {"num": "not a number"}),
+        ({"city": ""}, {"city": ""}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_marked_arguments_become_the_object_that_they_mean(
+    values: dict[str, str], expected: dict[str, object] | None, size: int
+) -> None:
+    text = f"I look.\n{xml('w', values)}\n{xml('get_time', {})}"
+    parts = parse(XmlParser, [text[at : at + size] for at in range(0, len(text), size)])
+    (name, arguments), second = calls(parts)
+    assert (name, json.loads(arguments)) == ("w", values if expected is None else expected)
+    assert second == ("get_time", "{}")
+    assert content(parts) == "I look."
+
+
+def test_a_marked_text_is_passed_on_while_it_is_written() -> None:
+    writer = PieceWriter(TOOLS, max_calls=1)
+    parser = XmlParser(writer)
+    sent = []
+    for piece in (
+        "<tool_call><function=w><parameter=city>",
+        "\nline 1",
+        "\nline",
+        " 2\n",
+        "</para",
+        "meter></function>",
+    ):
+        parser.feed(piece)
+        sent.append("".join(part.text for part in writer.take() if isinstance(part, CallArguments)))
+    assert sent == ['{"city": "', "line 1", "\\nline", " 2", "", '"}']
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "rest"),
+    [
+        ("<tool_call><function=nobody></function></tool_call>", None, None),
+        ("<tool_call>w()</tool_call>", None, None),
+        ("<tool_call><function=w", None, None),
+        ("<tool_call><function=w><b></function>", "{", "<b></function>"),
+        ("<tool_call><function=w><parameter=num>5</parameter><parameter=num>6", '{"num": 5', "6"),
+        ("<tool_call><function=w><parameter=city>Ro", '{"city": "Ro', ""),
+        ("<tool_call><function=w><parameter=num>12", '{"num": 12', ""),
+    ],
+)
+def test_marked_calls_that_go_wrong(text: str, arguments: str | None, rest: str | None) -> None:
+    parts = parse(XmlParser, list(text))
+    assert calls(parts) == ([] if arguments is None else [("w", arguments)])
+    assert content(parts) == (text if rest is None else rest)
 
 
 # -- reasoning --------------------------------------------------------------------------------------------------------
