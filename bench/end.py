@@ -5,6 +5,7 @@ from core.ids import WorkerId, new_incarnation
 from core.kv import KVFormat, KVGeometry
 from kvtransfer.backends import create_backend
 from kvtransfer.backends.base import Backend, Identity
+from kvtransfer.canary import CanaryMemory
 from kvtransfer.layout import Region, kv_region
 from kvtransfer.memory import REGION_KV, AlignedBuffer, Scratch
 from kvtransfer.slot import SlotMemory
@@ -38,10 +39,12 @@ class End:
         self.scratch = Scratch(16)
         self.backend: Backend = create_backend(backend)
         identity = Identity(worker_id=WorkerId(worker_id), incarnation=new_incarnation())
+        self.canary = CanaryMemory(identity.incarnation, self.geometry)
         regions = (
             kv_region(self.kv.region(REGION_KV), self.geometry),
             Region(memory=self.slots.region()),
             Region(memory=self.scratch.region()),
+            *self.canary.regions(),
         )
         self.peer = PeerInfo(
             worker_id=identity.worker_id,
@@ -59,4 +62,5 @@ class End:
             ),
             geometry=self.geometry,
             link=self.backend.open(identity, regions),
+            canary_digest=self.canary.digest,
         )

@@ -95,6 +95,7 @@ def measure(backend: str, num_blocks: int, rounds: int) -> Report:
             end.backend,
             geometry=end.geometry,
             scratch=end.scratch,
+            landing=end.canary.landing,
             custody=Custody(NoPool()),
             clock=MonotonicClock(),
             name="transfer",

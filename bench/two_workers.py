@@ -108,6 +108,12 @@ class Watched:
     def abort(self, link: Link) -> bool:
         return self._inner.abort(link)
 
+    def socket_bytes(self, link: Link) -> int:
+        return self._inner.socket_bytes(link)
+
+    def explain(self, link: Link) -> str:
+        return self._inner.explain(link)
+
     def disconnect(self, link: Link) -> None:
         self._inner.disconnect(link)
 

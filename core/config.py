@@ -262,6 +262,9 @@ class RouterConfig(_Section):
 class TransferConfig(_Section):
     backend: Literal["nixl", "tcp", "dist", "inproc"] = "nixl"
     """What moves KV between workers. ``inproc`` is for tests within one process."""
+    fallback: Literal["tcp", "none"] = "tcp"
+    """For pairs that ``backend`` does not connect, or connects only by emulated reads: each pair chooses at its
+    handshake. Host memory only."""
     lease_s: float = Field(default=15, gt=0)
     renew_s: float = Field(default=4, gt=0)
     digest: DigestKind = DigestKind.WSUM64
@@ -503,6 +506,11 @@ def set_worker_environment(num_threads: int) -> None:
     if transports and "tcp" not in transports.split(",") and transports != "all" and not transports.startswith("^"):
         os.environ["UCX_TLS"] = f"{transports},tcp"
     _keep_freed_memory()
+
+
+def ucx_transports() -> str:
+    """The transports that UCX is restricted to, if it is."""
+    return os.environ.get("UCX_TLS", "")
 
 
 def _keep_freed_memory() -> None:

@@ -5,7 +5,7 @@ idempotent by lease and epoch. Order is not assumed: messages for unknown ids wa
 aborts leave tombstones. Block ids cross the wire, never descriptors; durations, never absolute times.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from core.ids import HandoffId, Incarnation, LeaseId, RequestId, WorkerId
@@ -62,6 +62,17 @@ class PeerInfo:
     format: KVFormat
     geometry: KVGeometry
     link: LinkInfo
+    other_links: tuple[LinkInfo, ...] = ()
+    """The same memory by other backends, for pairs that cannot use the first."""
+    canary_digest: bytes = b""
+    """BLAKE2b (16 bytes) of the region ``canary``, which a reader reads and checks before it uses the link."""
+
+    def by(self, backend: str) -> "PeerInfo | None":
+        """This peer as that backend reaches it (``link`` is the backend's); None when it is not offered."""
+        for link in (self.link, *self.other_links):
+            if link.backend == backend:
+                return replace(self, link=link, other_links=())
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

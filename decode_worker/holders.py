@@ -185,7 +185,7 @@ class Holder:
             raise PeerLost(f"{self.address.address} is served by another worker or incarnation now")
         if self._is_superseded(self.address):
             raise PeerLost(f"a later start of {self.address.worker_id} is connected")
-        check_peer(peer, mine=context.format, geometry=context.geometry, backend=context.config.transfer.backend)
+        check_peer(peer, mine=context.format, geometry=context.geometry)
         link = await asyncio.wrap_future(self._transfers.connect(peer))
         if not self._link.done():
             self._link.set_result(link)

@@ -95,7 +95,7 @@ class DecodeRole:
             num_waiting=load.num_waiting + len(queued),
             queued_prompt_tokens=sum(a.num_tokens for a in queued if a.asked.mode is Mode.LOCAL),
             num_transfers=stats.num_active,
-            kv_bytes_received=((stats.backend, stats.bytes_received),),
+            kv_bytes_received=stats.bytes_received,
         )
 
     def is_idle(self) -> bool:

@@ -5,7 +5,7 @@ ranks, block size, number of blocks and memory order: :mod:`kvtransfer.plan` res
 refused by name here.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from core.errors import LayoutMismatch
 from core.handoff import PeerInfo
@@ -62,8 +62,8 @@ def check_geometry(mine: KVGeometry, theirs: KVGeometry) -> None:
         raise LayoutMismatch("KV geometries differ: " + "; ".join(differences))
 
 
-def check_peer(peer: PeerInfo, *, mine: KVFormat, geometry: KVGeometry, backend: str) -> None:
-    """The handshake's verdict on a peer: format, geometry, backend, and that its region holds its blocks.
+def check_peer(peer: PeerInfo, *, mine: KVFormat, geometry: KVGeometry) -> None:
+    """The handshake's verdict on a peer: format, geometry, and that its region holds its blocks.
 
     A worker has one rank today, and fetches from one: both must hold the same heads and layers. Their grants and
     prefix hits count blocks of one size.
@@ -81,9 +81,8 @@ def check_peer(peer: PeerInfo, *, mine: KVFormat, geometry: KVGeometry, backend:
             f"block_size: {geometry.block_size} != {peer.geometry.block_size}: {peer.worker_id} needs the same "
             "models[].kv.block_size as this worker"
         )
-    if peer.link.backend != backend:
-        raise LayoutMismatch(f"transfer backends differ: {backend!r} != {peer.link.backend!r}")
-    check_region(peer)
+    for link in (peer.link, *peer.other_links):
+        check_region(replace(peer, link=link))
 
 
 def check_region(peer: PeerInfo) -> None:

@@ -21,6 +21,10 @@ REGION_SLOTS = "slots"
 """P's lease slots, read one-sidedly by D."""
 REGION_SCRATCH = "scratch"
 """D's cells in which slot snapshots land."""
+REGION_CANARY = "canary"
+"""P's pattern that readers check before they use a link."""
+REGION_LANDING = "landing"
+"""D's cells in which canaries land."""
 
 
 def view_memory(address: int, num_bytes: int) -> NDArray[np.uint8]:
@@ -45,15 +49,17 @@ class AlignedBuffer:
 
 
 class Scratch:
-    """A fixed number of 64-byte cells, one for each fetch in flight. Used by the transfer thread only."""
+    """A fixed number of cells, one for each fetch (or handshake) in flight. Used by the transfer thread only."""
 
-    def __init__(self, num_cells: int = 256) -> None:
-        self._buffer = AlignedBuffer(num_cells * CELL_BYTES)
+    def __init__(self, num_cells: int = 256, *, cell_bytes: int = CELL_BYTES, name: str = REGION_SCRATCH) -> None:
+        self._buffer = AlignedBuffer(num_cells * cell_bytes)
         self._free = deque(range(num_cells))
+        self._name = name
+        self.cell_bytes = cell_bytes
         self.num_cells = num_cells
 
     def region(self) -> MemoryRegion:
-        return self._buffer.region(REGION_SCRATCH)
+        return self._buffer.region(self._name)
 
     @property
     def num_free(self) -> int:
@@ -64,7 +70,7 @@ class Scratch:
         if not self._free:
             return None
         cell = self._free.popleft()
-        self._buffer.data[cell * CELL_BYTES : (cell + 1) * CELL_BYTES] = 0
+        self.view(cell)[:] = 0
         return cell
 
     def free(self, cell: int) -> None:
@@ -72,4 +78,7 @@ class Scratch:
         self._free.append(cell)
 
     def read(self, cell: int) -> bytes:
-        return self._buffer.data[cell * CELL_BYTES : (cell + 1) * CELL_BYTES].tobytes()
+        return self.view(cell).tobytes()
+
+    def view(self, cell: int) -> NDArray[np.uint8]:
+        return self._buffer.data[cell * self.cell_bytes : (cell + 1) * self.cell_bytes]

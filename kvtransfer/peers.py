@@ -38,13 +38,17 @@ class Peers:
 
     def add(self, link: Link) -> Link | None:
         """Make ``link`` the usable one of its worker. Returns the link it replaces, now retired."""
-        if link in self._retired:
-            self._retired.remove(link)  # it was discarded, and has proven itself after all
+        self.keep(link)
         old = self._links.get(link.peer.worker_id)
         if old is link:
             return None
         self._links[link.peer.worker_id] = link
         return self._retire(old)
+
+    def keep(self, link: Link) -> None:
+        """A link that was discarded is tried again: it is not disconnected meanwhile."""
+        if link in self._retired:
+            self._retired.remove(link)
 
     def drop_dead(self, peer: PeerInfo) -> Link | None:
         """Take out a dead link to this very incarnation, so that it can be connected anew. The caller disconnects

@@ -1,4 +1,4 @@
-"""What the transfer thread does, without the thread: sessions and links over one backend, one ``turn`` at a time.
+"""What the transfer thread does, without the thread: sessions and links over some backends, one ``turn`` at a time.
 
 Used by one thread; a test drives ``turn`` itself. Result and quiet of a fetch, and the link of a connect, are futures
 that end however the loop ends: ``shut_down`` destroys the backend and resolves what is left.
@@ -11,17 +11,19 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from core.clock import Clock
-from core.errors import BackendFailed, LayoutMismatch, PeerLost, ServingError
+from core.errors import BackendFailed, LayoutMismatch, PeerLost
 from core.handoff import HandoffOutcome, LeaseRef, PeerInfo
 from core.ids import Incarnation, WorkerId
 from core.kv import KVGeometry
 from kvtransfer.backends.base import Backend, Batch, Link, Op, OpState
 from kvtransfer.copies import Copies, Copy
 from kvtransfer.custody import Custody
-from kvtransfer.fetch import FetchRequest, FetchResult, FetchTimes, Transfer, error_of, pinned_future
+from kvtransfer.fetch import FetchRequest, FetchResult, FetchTimes, Transfer, pinned_future
+from kvtransfer.handshake import Handshakes, PairReport
 from kvtransfer.memory import CELL_BYTES, REGION_KV, REGION_SCRATCH, REGION_SLOTS, Scratch
 from kvtransfer.peers import Peers
 from kvtransfer.plan import Blocks, Plan, plan_blocks
+from kvtransfer.probe import NUM_GLANCES
 from kvtransfer.session import (
     SLOT_READ,
     Abort,
@@ -44,13 +46,14 @@ from kvtransfer.session import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferStats:
-    """Counters are totals since start; probes of new links are not transfers."""
+    """Counters are totals since start; probes of links are not transfers."""
 
-    backend: str
     num_active: int
+    """Transfers and handshakes."""
     num_links: int
     num_retired_links: int
-    bytes_received: int
+    bytes_received: tuple[tuple[str, int], ...]
+    """By backend."""
     transfers: tuple[tuple[HandoffOutcome, int], ...]
     connects: int
     connects_failed: int
@@ -68,12 +71,12 @@ class Part:
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """A session, its link and its operations. ``transfer`` is None for the probe of a new link."""
+    """A session, its link and its operations."""
 
     session: Session
     link: Link
     slot: int
-    transfer: Transfer | None
+    transfer: Transfer
     chunks: list[Copies] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
     """Of each chunk, the part that it belongs to."""
@@ -96,71 +99,42 @@ class TransferLoop:
         self,
         backend: Backend,
         *,
+        fallback: Backend | None = None,
         geometry: KVGeometry,
         scratch: Scratch,
+        landing: Scratch,
         custody: Custody,
         clock: Clock,
         stall_s: float,
         handshake_s: float,
+        num_glances: int = NUM_GLANCES,
     ) -> None:
-        self._backend = backend
+        self._backends = (backend,) if fallback is None else (backend, fallback)
         self._geometry = geometry
         self._scratch = scratch
         self._custody = custody
         self._clock = clock
         self._stall_s = stall_s
-        self._handshake_s = handshake_s
         self._peers = Peers()
-        self._connecting: dict[tuple[WorkerId, Incarnation], list[Future[Link]]] = {}
+        self._handshakes = Handshakes(
+            self._backends,
+            landing=landing,
+            peers=self._peers,
+            clock=clock,
+            handshake_s=handshake_s,
+            num_glances=num_glances,
+            on_replaced=self.forget,
+        )
         self._waiting: deque[Work] = deque()
         self._active: list[Work] = []
-        self._bytes_received = 0
+        self._bytes_received: Counter[str] = Counter()
         self._outcomes: Counter[HandoffOutcome] = Counter()
-        self._connects = 0
-        self._connects_failed = 0
 
     # -- commands -----------------------------------------------------------------------------------------------------
 
     def connect(self, peer: PeerInfo, future: Future[Link]) -> None:
-        """Resolve ``future`` with the usable link to this incarnation, after one of its slots was read over it."""
-        key = (peer.worker_id, peer.incarnation)
-        if key in self._connecting:
-            self._connecting[key].append(future)
-            return
-        self._connecting[key] = [future]
-        try:
-            link = self._peers.find(peer)
-            if link is None:
-                self._make_way(peer)
-                probe = self._session(0, None, self._handshake_s)
-                self._waiting.append(Work(probe, self._backend.connect(peer), 0, None))
-                return
-        except ServingError as error:
-            self._connects_failed += 1
-            self._resolve(key, error)
-        else:
-            self._resolve(key, link)
-
-    def _resolve(self, key: tuple[WorkerId, Incarnation], outcome: Link | ServingError) -> None:
-        """End a connect."""
-        for future in self._connecting.pop(key):
-            if isinstance(outcome, Link):
-                future.set_result(outcome)
-            else:
-                future.set_exception(outcome)
-
-    def _make_way(self, peer: PeerInfo) -> None:
-        """Before a new link: the worker's older incarnations are gone, and a dead link to this one is taken down."""
-        probed = [incarnation for worker_id, incarnation in self._connecting if worker_id == peer.worker_id]
-        for incarnation in (self._peers.current(peer.worker_id), *probed):
-            if incarnation is not None and incarnation != peer.incarnation:
-                self.forget(peer.worker_id, incarnation)
-        dead = self._peers.drop_dead(peer)
-        if dead is not None:
-            if dead.num_pending:
-                self._peers.put_back(dead)
-                raise PeerLost(f"{peer.worker_id} was lost and operations on it are still pending")
-            self._backend.disconnect(dead)
+        """Resolve ``future`` with the usable link to this incarnation, after its canary was read over it."""
+        self._handshakes.connect(peer, future)
 
     def forget(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
         """That process is gone: its link ends, fetches and probes over it end with PEER_LOST."""
@@ -168,7 +142,8 @@ class TransferLoop:
         for work in [*self._active, *self._waiting]:
             if (work.link.peer.worker_id, work.link.peer.incarnation) == (worker_id, incarnation):
                 self._handle(work, Abort(HandoffOutcome.PEER_LOST, "the peer was replaced or lost"))
-                self._backend.abort(work.link)
+                self._handshakes.backend_of(work.link).abort(work.link)
+        self._handshakes.forget(worker_id, incarnation, PeerLost("the peer was replaced or lost"))
 
     def begin(self, link: Link, request: FetchRequest) -> Work:
         """Plan a fetch and take custody of its blocks. From any thread: touches nothing of the loop.
@@ -193,7 +168,6 @@ class TransferLoop:
 
         Raises LayoutMismatch like :meth:`begin`.
         """
-        assert work.transfer is not None
         plan = self._plan(work.link, (0, remote_blocks), (0, local_blocks))
         return plan if self._custody.extend(work.transfer.transfer_id, local_blocks) else None
 
@@ -223,35 +197,35 @@ class TransferLoop:
         self._handle(work, Abort())
 
     def abort_all(self, detail: str) -> None:
+        self._handshakes.refuse_all(BackendFailed(detail))
         for work in [*self._active, *self._waiting]:
-            outcome = HandoffOutcome.BACKEND_FAILED if work.transfer is None else HandoffOutcome.ABORTED
-            self._handle(work, Abort(outcome, detail))
+            self._handle(work, Abort(HandoffOutcome.ABORTED, detail))
 
     def shut_down(self) -> bool:
         """Destroy the backend; afterwards everything is quiet. True if it was before. Idempotent."""
-        clean = self._backend.close() and not self._active
+        clean = all([backend.close() for backend in self._backends]) and not self._active
         for work in [*self._active, *self._waiting]:
             self._handle(work, BackendClosed())
         self._active.clear()
         self._waiting.clear()
-        for key in list(self._connecting):
-            self._resolve(key, BackendFailed("the transfer backend was closed"))
+        self._handshakes.close()
         return clean
 
     # -- the turn -----------------------------------------------------------------------------------------------------
 
     @property
     def is_idle(self) -> bool:
-        return not self._active and not self._waiting
+        return not self._active and not self._waiting and self._handshakes.is_idle
 
     @property
     def is_draining(self) -> bool:
         """Nobody waits for anything but the end of operations that were given up."""
-        return all(work.session.phase is Phase.DRAINING for work in self._active)
+        is_awaited = self._waiting or self._handshakes.is_waiting
+        return not is_awaited and all(work.session.phase is Phase.DRAINING for work in self._active)
 
     def turn(self) -> bool:
         """Start what can start, observe every operation once, then judge time. True if anything moved."""
-        moved = self._start_waiting()
+        moved = self._handshakes.turn() | self._start_waiting()
         for work in self._active:
             moved |= self._observe(work)
         for work in [*self._active, *self._waiting]:
@@ -259,7 +233,7 @@ class TransferLoop:
         self._abort_stuck_links()
         if any(work.session.phase.is_final for work in self._active):
             self._active = [work for work in self._active if not work.session.phase.is_final]
-        self._peers.sweep(self._backend.disconnect)
+        self._peers.sweep(lambda link: self._handshakes.backend_of(link).disconnect(link))
         return moved
 
     def _abort_stuck_links(self) -> None:
@@ -268,13 +242,13 @@ class TransferLoop:
         now = self._clock.now()
         for work in self._active:
             if work.session.phase is Phase.DRAINING and not work.link.is_dead and work.session.is_stalled(now):
-                self._backend.abort(work.link)
+                self._handshakes.backend_of(work.link).abort(work.link)
 
     def _start_waiting(self) -> bool:
         moved = False
         while self._waiting:
             work = self._waiting[0]
-            if work.transfer is not None and not self._peers.is_usable(work.link):
+            if not self._peers.is_usable(work.link):
                 self._handle(work, Abort(HandoffOutcome.PEER_LOST, "the link has ended"))
             if not work.session.phase.is_final:
                 work.cell = self._scratch.allocate()
@@ -288,9 +262,9 @@ class TransferLoop:
 
     def _observe(self, work: Work) -> bool:
         """Poll every operation of a session once."""
-        moved = False
+        moved, backend = False, self._handshakes.backend_of(work.link)
         for key, op in list(work.ops.items()):
-            status = self._backend.poll(op)
+            status = backend.poll(op)
             if status.state is OpState.PENDING:
                 continue
             moved = True
@@ -309,7 +283,7 @@ class TransferLoop:
             return SlotRead(self._scratch.read(work.cell))
         num_bytes = work.chunks[key].num_bytes
         work.num_bytes += num_bytes
-        self._bytes_received += num_bytes
+        self._bytes_received[work.link.peer.link.backend] += num_bytes
         part = work.parts[key]
         part.num_left -= 1
         if not part.num_left and not part.arrived.done():
@@ -334,10 +308,7 @@ class TransferLoop:
         if quiet is not None and work.cell is not None:
             self._scratch.free(work.cell)
             work.cell = None
-        if work.transfer is None:
-            self._conclude_probe(work, finished=finish is not None)
-        else:
-            self._conclude_fetch(work.transfer, work, finished=finish is not None, quiet=quiet, now=now)
+        self._conclude(work.transfer, work, finished=finish is not None, quiet=quiet, now=now)
 
     def _post(self, work: Work, key: int) -> None:
         if work.session.phase is Phase.DRAINING:
@@ -357,16 +328,14 @@ class TransferLoop:
             )
         began = time.perf_counter()
         try:
-            work.ops[key] = self._backend.post(work.link, batch)
+            work.ops[key] = self._handshakes.backend_of(work.link).post(work.link, batch)
         except LayoutMismatch as error:
             self._handle(work, Failed(key, HandoffOutcome.INCOMPATIBLE, error.message))
         work.post_s += time.perf_counter() - began
 
     # -- endings ------------------------------------------------------------------------------------------------------
 
-    def _conclude_fetch(
-        self, transfer: Transfer, work: Work, *, finished: bool, quiet: Quiet | None, now: float
-    ) -> None:
+    def _conclude(self, transfer: Transfer, work: Work, *, finished: bool, quiet: Quiet | None, now: float) -> None:
         """Custody first: whoever sees a result that is also quiet finds the blocks' custody ended."""
         if quiet is not None:
             self._custody.end(transfer.transfer_id, quiet.why)
@@ -382,23 +351,6 @@ class TransferLoop:
         if quiet is not None:
             transfer.quiet.set_result(None)
 
-    def _conclude_probe(self, work: Work, *, finished: bool) -> None:
-        if not finished:
-            return
-        session, peer = work.session, work.link.peer
-        outcome = session.outcome
-        key = (peer.worker_id, peer.incarnation)
-        if outcome is HandoffOutcome.OK:
-            self._connects += 1
-            self._peers.add(work.link)
-            self._resolve(key, work.link)
-            return
-        self._connects_failed += 1
-        self._peers.discard(work.link)
-        if outcome is None or outcome is HandoffOutcome.ABORTED:
-            outcome = HandoffOutcome.STALLED
-        self._resolve(key, error_of(outcome, f"no link to {peer.worker_id}: {session.detail}"))
-
     def _result(self, transfer_id: int, work: Work, now: float) -> FetchResult:
         session = work.session
         started = session.started_at if session.started_at is not None else now
@@ -408,7 +360,7 @@ class TransferLoop:
             transfer_id=transfer_id,
             outcome=session.outcome,
             detail=session.detail,
-            backend=self._backend.name,
+            backend=work.link.peer.link.backend,
             num_bytes=work.num_bytes,
             early_bytes=work.early_bytes,
             num_copies=sum(map(len, work.chunks)),
@@ -434,15 +386,18 @@ class TransferLoop:
             is_open=is_open,
         )
 
+    def report(self, peer: PeerInfo) -> PairReport | None:
+        """How the link to this incarnation was chosen. From any thread."""
+        return self._handshakes.report(peer)
+
     def stats(self) -> TransferStats:
         """From any thread."""
         return TransferStats(
-            backend=self._backend.name,
-            num_active=len(self._active) + len(self._waiting),
+            num_active=len(self._active) + len(self._waiting) + self._handshakes.num_active,
             num_links=len(self._peers.usable),
             num_retired_links=self._peers.num_retired,
-            bytes_received=self._bytes_received,
+            bytes_received=tuple((each.name, self._bytes_received[each.name]) for each in self._backends),
             transfers=tuple((outcome, self._outcomes[outcome]) for outcome in HandoffOutcome),
-            connects=self._connects,
-            connects_failed=self._connects_failed,
+            connects=self._handshakes.num_connects,
+            connects_failed=self._handshakes.num_failed,
         )

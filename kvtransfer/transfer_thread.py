@@ -1,11 +1,11 @@
-"""The one thread that owns a transfer backend: commands in, futures out.
+"""The one thread that owns the transfer backends: commands in, futures out.
 
 It polls with a short, growing sleep (spinning on a shared core costs a scheduler slice: measured 4.2 ms instead of
 0.18 ms) and blocks without waking while there is nothing to do. Every fetch has a deadline, and a limit on time
 without progress; what is judged too slow is answered at once, while its blocks stay in custody until its operations
 are terminal by poll.
 
-The thread closes the backend however it ends, so every future resolves.
+The thread closes the backends however it ends, so every future resolves.
 """
 
 import queue
@@ -22,7 +22,9 @@ from core.kv import KVGeometry
 from kvtransfer.backends.base import Backend, Link
 from kvtransfer.custody import Custody, CustodyEnd
 from kvtransfer.fetch import FetchRequest, Transfer, pinned_future
+from kvtransfer.handshake import PairReport
 from kvtransfer.memory import Scratch
+from kvtransfer.probe import NUM_GLANCES
 from kvtransfer.transfer_loop import TransferLoop, TransferStats, Work
 
 _MIN_SLEEP_S = 50e-6
@@ -32,33 +34,40 @@ _JOIN_MARGIN_S = 5.0
 
 
 class TransferThread:
-    """Every method is safe from any thread. ``backend`` is open, and belongs to this thread from ``start`` on."""
+    """Every method is safe from any thread. The backends are open, and belong to this thread from ``start`` on."""
 
     def __init__(
         self,
         backend: Backend,
         *,
+        fallback: Backend | None = None,
         geometry: KVGeometry,
         scratch: Scratch,
+        landing: Scratch,
         custody: Custody,
         clock: Clock,
         name: str,
         stall_s: float = 10.0,
         handshake_s: float = 5.0,
+        num_glances: int = NUM_GLANCES,
         on_death: Callable[[], object] | None = None,
     ) -> None:
-        """``geometry`` is that of our region ``kv``; ``scratch`` was registered with the backend. ``on_death`` is
-        called on the thread when it ends by an error."""
+        """``fallback`` is for pairs that cannot use ``backend``. ``geometry`` is that of our region ``kv``; ``scratch``
+        and ``landing`` were registered with both. ``num_glances`` 0 leaves all polling to
+        the turns. ``on_death`` is called on the thread when it ends by an error."""
         self._custody = custody
         self._clock = clock
         self._loop = TransferLoop(
             backend,
+            fallback=fallback,
             geometry=geometry,
             scratch=scratch,
+            landing=landing,
             custody=custody,
             clock=clock,
             stall_s=stall_s,
             handshake_s=handshake_s,
+            num_glances=num_glances,
         )
         self._on_death = on_death
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -90,7 +99,7 @@ class TransferThread:
         return self._closed_clean and not self._thread.is_alive()
 
     def connect(self, peer: PeerInfo) -> Future[Link]:
-        """A link to this incarnation, proven by reading one of its slots. Raises (in the future) PeerLost,
+        """A link to this incarnation, proven by reading its canary. Raises (in the future) PeerLost,
         BackendFailed, LayoutMismatch, TransferStalled or StaleIncarnation. Links to older incarnations of the worker
         end at once."""
         future: Future[Link] = pinned_future()
@@ -110,7 +119,6 @@ class TransferThread:
         """
         work = self._loop.begin(link, request)
         transfer = work.transfer
-        assert transfer is not None
         transfer.bind(abandon=partial(self._submit, partial(self._loop.abort, work)), more=partial(self._more, work))
         if not self._submit(partial(self._loop.fetch, work)):
             self._custody.end(request.transfer_id, CustodyEnd.NEVER_POSTED)
@@ -125,6 +133,10 @@ class TransferThread:
         if plan is None or not self._submit(partial(self._loop.more, work, plan, arrived, is_last=is_last)):
             arrived.set_result(False)
         return arrived
+
+    def report(self, peer: PeerInfo) -> PairReport | None:
+        """How the link to this incarnation was chosen, once it was."""
+        return self._loop.report(peer)
 
     def stats(self) -> TransferStats:
         return self._loop.stats()

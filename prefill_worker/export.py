@@ -257,7 +257,7 @@ class Exports:
         if not isinstance(hello, Hello):
             raise LayoutMismatch("the first message of a hand-off stream must be Hello")
         context = self._context
-        check_peer(hello.peer, mine=context.format, geometry=context.geometry, backend=context.config.transfer.backend)
+        check_peer(hello.peer, mine=context.format, geometry=context.geometry)
         connection = _Connection(hello.peer)
         for other in list(self._connections.values()):
             if other.peer.worker_id == hello.peer.worker_id:

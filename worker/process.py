@@ -19,7 +19,7 @@ from core.clock import MonotonicClock
 from core.config import ClusterConfig, ModelConfigSection
 from core.errors import WorkerLost
 from core.failpoints import Failpoints
-from core.handoff import LinkInfo, PeerInfo
+from core.handoff import PeerInfo
 from core.ids import WorkerId, new_incarnation
 from core.probes import ProbeServer
 from core.tasks import TaskScope
@@ -37,6 +37,7 @@ from engine.engine import Engine, EngineConfig, StepResult
 from engine.kernels.digest import compiled_wsum64
 from kvtransfer.backends import create_backend
 from kvtransfer.backends.base import Backend, Identity
+from kvtransfer.canary import CanaryMemory
 from kvtransfer.custody import Custody
 from kvtransfer.digest import Digester
 from kvtransfer.layout import Region, kv_region
@@ -70,6 +71,8 @@ class TransferMemory:
     me: PeerInfo
     leases: LeaseTable
     transfers: TransferThread
+    canary: CanaryMemory
+    """Peers read it as long as this lives."""
 
 
 MakeRole = Callable[[WorkerContext, TransferMemory], WorkerRole]
@@ -87,6 +90,7 @@ class Worker:
         worker_id: WorkerId,
         engine: Engine,
         backend: Backend,
+        fallback: Backend | None = None,
         make_role: MakeRole,
         telemetry: Telemetry | None = None,
     ) -> None:
@@ -119,7 +123,7 @@ class Worker:
             ),
             on_broken=lambda error: self._die(),
         )
-        self._memory = self._join_memory(backend)
+        self._memory = self._join_memory(backend, fallback)
         self.role = make_role(self.context, self._memory)
         self.metrics = WorkerMetrics(self.context, self._memory.transfers, self._memory.leases)
         self._server = RpcServer()
@@ -131,26 +135,31 @@ class Worker:
         self.address = ""
         self.http_address = ""
 
-    def _join_memory(self, backend: Backend) -> TransferMemory:
-        """Register the engine's blocks, the lease slots and the scratch cells with the backend, once."""
+    def _join_memory(self, backend: Backend, fallback: Backend | None) -> TransferMemory:
+        """Register the engine's blocks, the lease slots, the scratch cells and the canary with the backends, once."""
         context, transfer = self.context, self.context.config.transfer
         slots, scratch = SlotMemory(transfer.max_leases), Scratch()
-        link: LinkInfo = backend.open(
-            Identity(worker_id=context.worker_id, incarnation=context.incarnation),
-            (
-                kv_region(context.engine.kv_region, context.geometry),
-                Region(memory=slots.region()),
-                Region(memory=scratch.region()),
-            ),
+        canary = CanaryMemory(context.incarnation, context.geometry)
+        identity = Identity(worker_id=context.worker_id, incarnation=context.incarnation)
+        regions = (
+            kv_region(context.engine.kv_region, context.geometry),
+            Region(memory=slots.region()),
+            Region(memory=scratch.region()),
+            *canary.regions(),
         )
+        link = backend.open(identity, regions)
+        other_links = () if fallback is None else (fallback.open(identity, regions),)
         geometry = context.geometry
         return TransferMemory(
+            canary=canary,
             me=PeerInfo(
                 worker_id=context.worker_id,
                 incarnation=context.incarnation,
                 format=context.format,
                 geometry=geometry,
                 link=link,
+                other_links=other_links,
+                canary_digest=canary.digest,
             ),
             leases=LeaseTable(
                 slots,
@@ -160,8 +169,10 @@ class Worker:
             ),
             transfers=TransferThread(
                 backend,
+                fallback=fallback,
                 geometry=geometry,
                 scratch=scratch,
+                landing=canary.landing,
                 custody=Custody(context.engine.pool),
                 clock=context.clock,
                 name="baton-transfers",
@@ -358,6 +369,14 @@ def load_engine(config: ClusterConfig, model: ModelConfigSection, role: Role) ->
     )
 
 
+def _fallback(config: ClusterConfig, engine: Engine) -> Backend | None:
+    """The second backend, where there is one that can be used."""
+    name, transfer = config.transfer.fallback, config.transfer
+    if name in ("none", transfer.backend) or engine.kv_region.device != "cpu":
+        return None
+    return create_backend(name, host=config.worker.host)
+
+
 async def run_worker(
     config: ClusterConfig,
     model: ModelConfigSection,
@@ -377,6 +396,7 @@ async def run_worker(
         worker_id=WorkerId(worker_id),
         engine=engine,
         backend=create_backend(config.transfer.backend, host=config.worker.host),
+        fallback=_fallback(config, engine),
         make_role=make_role,
         telemetry=telemetry,
     )

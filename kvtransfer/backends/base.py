@@ -113,6 +113,13 @@ class Backend(Protocol):
         """End what is pending on the link without the peer's help, if bytes under way can be stopped: then its
         operations are FAILED soon, by poll, and the link is dead. Otherwise False, and nothing changes. Idempotent."""
 
+    def socket_bytes(self, link: Link) -> int:
+        """Where READ is the mode: bytes that came for this link through sockets of this process, so far. Far less than
+        what was read, or the reads are emulated."""
+
+    def explain(self, link: Link) -> str:
+        """Where reads are emulated: why, as far as can be seen from here. For people; may be empty."""
+
     def disconnect(self, link: Link) -> None:
         """Forget the peer. Raises RuntimeError while operations are pending. Idempotent."""
 

@@ -145,6 +145,12 @@ class InprocBackend:
     def abort(self, link: Link) -> bool:
         return False
 
+    def socket_bytes(self, link: Link) -> int:
+        return 0
+
+    def explain(self, link: Link) -> str:
+        return ""
+
     def disconnect(self, link: Link) -> None:
         if link.num_pending:
             raise RuntimeError(f"{link.num_pending} operations are pending on {link.peer.link.agent_name}")

@@ -19,19 +19,23 @@ that goes to our logging instead. Environment read by the libraries at import: s
 import importlib
 import json
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
+from core.config import ucx_transports
 from core.errors import BackendFailed, ConfigError, LayoutMismatch, PeerLost
 from core.handoff import HandoffOutcome, LinkInfo, PeerInfo
 from core.kv import MemoryRegion
+from kvtransfer.backends import ucx
 from kvtransfer.backends.base import DONE, PENDING, Batch, Identity, Link, Op, OpState, OpStatus, check_bounds
 from kvtransfer.copies import Copies
 from kvtransfer.layout import Region, region_of, unit_of
+from kvtransfer.memory import REGION_SLOTS
 
 log = logging.getLogger(__name__)
 
@@ -40,12 +44,44 @@ PROGRESS_DELAY_US = 1000
 _WHEELS = ("nixl_cu12", "nixl_cu13", "nixl")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Header:
+    """What we send beside NIXL's own metadata."""
+
+    devices: dict[str, str] = field(default_factory=dict)
+    """By region."""
+    listeners: frozenset[ucx.Address] = frozenset()
+    """Where UCX listens."""
+    pid: int = 0
+    host: str = ""
+    transports: str = ""
+    """``UCX_TLS``."""
+
+    def encode(self) -> bytes:
+        return json.dumps({**asdict(self), "listeners": sorted(self.listeners)}).encode()
+
+    @classmethod
+    def decode(cls, text: bytes) -> "_Header":
+        """Raises ValueError for anything else than an encoded header."""
+        try:
+            fields = json.loads(text)
+            return cls(
+                devices={str(name): str(device) for name, device in fields["devices"].items()},
+                listeners=frozenset((str(host), int(port)) for host, port in fields["listeners"]),
+                pid=int(fields["pid"]),
+                host=str(fields["host"]),
+                transports=str(fields["transports"]),
+            )
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(str(error)) from error
+
+
 @dataclass(slots=True, eq=False)
 class _NixlLink(Link):
     agent_name: str = ""
     prepared: dict[str, Any] = field(default_factory=dict)
     """Region name -> prepared descriptor list of the peer's region, one descriptor a unit."""
-    devices: dict[str, str] = field(default_factory=dict)
+    header: _Header = field(default_factory=_Header)
 
 
 @dataclass(slots=True, eq=False)
@@ -67,9 +103,11 @@ class NixlBackend:
         self._regions: dict[str, Region] = {}
         self._prepared: dict[str, Any] = {}
         self._links: dict[str, _NixlLink] = {}
+        self._listeners: frozenset[ucx.Address] = frozenset()
 
     def open(self, identity: Identity, regions: tuple[Region, ...]) -> LinkInfo:
         assert self._agent is None, "the backend is open"
+        before = ucx.listeners()
         config = self._api.nixl_agent_config(enable_prog_thread=True, backends=[])
         try:
             with _resting_progress_thread(self._bindings):
@@ -86,11 +124,18 @@ class NixlBackend:
             raise BackendFailed(f"NIXL could not start ({error}); if UCX_TLS is set it must contain tcp") from error
         self._agent = agent
         self._regions = {region.memory.name: region for region in regions}
-        devices = json.dumps({r.memory.name: r.memory.device for r in regions}).encode()
+        self._listeners = ucx.listeners() - before
+        header = _Header(
+            devices={r.memory.name: r.memory.device for r in regions},
+            listeners=self._listeners,
+            pid=os.getpid(),
+            host=ucx.host(),
+            transports=ucx_transports(),
+        )
         return LinkInfo(
             backend=self.name,
             agent_name=identity.agent_name,
-            metadata=devices + b"\n" + blob,
+            metadata=header.encode() + b"\n" + blob,
             regions=tuple((r.memory.name, r.memory.address, r.memory.num_bytes) for r in regions),
         )
 
@@ -100,10 +145,10 @@ class NixlBackend:
         known = self._links.get(peer.link.agent_name)
         if known is not None:
             return known
-        header, _, blob = peer.link.metadata.partition(b"\n")
+        text, _, blob = peer.link.metadata.partition(b"\n")
         try:
-            devices = {str(name): str(device) for name, device in json.loads(header).items()}
-        except (ValueError, AttributeError) as error:
+            header = _Header.decode(text)
+        except ValueError as error:
             raise LayoutMismatch(f"{peer.worker_id} sent link metadata that cannot be read") from error
         try:
             name = self._agent.add_remote_agent(blob)
@@ -111,7 +156,7 @@ class NixlBackend:
             # It connects while it loads: a process that is gone shows here, as a backend error.
             raise PeerLost(f"{peer.link.agent_name} cannot be reached by NIXL: {error}") from error
         name = name.decode() if isinstance(name, bytes) else str(name)
-        link = _NixlLink(peer, agent_name=name, devices=devices)
+        link = _NixlLink(peer, agent_name=name, header=header)
         if name != peer.link.agent_name:
             self._forget(link)
             raise LayoutMismatch(f"link metadata of {peer.link.agent_name} names the agent {name}")
@@ -156,6 +201,21 @@ class NixlBackend:
     def abort(self, link: Link) -> bool:
         return False
 
+    def socket_bytes(self, link: Link) -> int:
+        """A reader is read by nobody: whatever comes over connections made to its own listeners is what it reads."""
+        assert isinstance(link, _NixlLink)
+        return ucx.bytes_received(theirs=link.header.listeners, ours=self._listeners)
+
+    def explain(self, link: Link) -> str:
+        assert isinstance(link, _NixlLink)
+        header = link.header
+        settings = {where: tls for where, tls in (("here", ucx_transports()), ("there", header.transports)) if tls}
+        told = [f"UCX_TLS={tls} {where}" for where, tls in settings.items()]
+        if header.host != ucx.host():
+            return ", ".join(["the peer is on another host, or in another container, without RDMA between", *told])
+        refusal = ucx.why_no_cma(header.pid, region_of(link.peer, REGION_SLOTS)[0])
+        return ", ".join([f"cma is denied ({refusal})", *told] if refusal else told)
+
     def disconnect(self, link: Link) -> None:
         assert isinstance(link, _NixlLink)
         if link.num_pending:
@@ -190,7 +250,7 @@ class NixlBackend:
                     "READ", self._prepared[batch.local_region], local_ids, remote_list, remote_ids
                 )
         base, num_bytes = region_of(link.peer, batch.remote_region)
-        device = link.devices.get(batch.remote_region, "cpu")
+        device = link.header.devices.get(batch.remote_region, "cpu")
         remote = MemoryRegion(name=batch.remote_region, address=base, num_bytes=num_bytes, device=device)
         rows = [(copy.remote_offset, copy.num_bytes) for copy in batch.copies]
         remote_descs = self._descs(remote, rows)
@@ -205,7 +265,7 @@ class NixlBackend:
     def _prepared_remote(self, link: _NixlLink, region: str, unit: int) -> Any:
         if region not in link.prepared:
             base, num_bytes = region_of(link.peer, region)
-            device = link.devices.get(region, "cpu")
+            device = link.header.devices.get(region, "cpu")
             memory = MemoryRegion(name=region, address=base, num_bytes=num_bytes, device=device)
             link.prepared[region] = _prepare(self._agent, link.agent_name, memory, unit)
         return link.prepared[region]

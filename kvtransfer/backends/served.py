@@ -176,6 +176,13 @@ class ServedBackend:
             link.ended = link.ended or _lost(link, HandoffOutcome.BACKEND_FAILED, _GIVEN_UP)
         return True
 
+    def socket_bytes(self, link: Link) -> int:
+        """Nothing is read here: the owner sends."""
+        return 0
+
+    def explain(self, link: Link) -> str:
+        return ""
+
     def disconnect(self, link: Link) -> None:
         if link.num_pending:
             raise RuntimeError(f"{link.num_pending} operations are pending on {link.peer.link.agent_name}")

@@ -25,19 +25,19 @@ _sym_db = _symbol_database.Default()
 from rpc.pb import common_pb2 as rpc_dot_pb_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14rpc/pb/handoff.proto\x12\x08\x62\x61ton.v1\x1a\x13rpc/pb/common.proto\"\xe0\x01\n\x08KVFormat\x12\x14\n\x0cmodel_digest\x18\x01 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x02 \x01(\t\x12\x17\n\x0ftemplate_digest\x18\x03 \x01(\t\x12\x15\n\rcompute_dtype\x18\x04 \x01(\t\x12\x10\n\x08kv_dtype\x18\x05 \x01(\t\x12\x14\n\x0cquantisation\x18\x06 \x01(\t\x12\x12\n\nnum_layers\x18\x07 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x08 \x01(\r\x12\x10\n\x08head_dim\x18\t \x01(\r\x12\x10\n\x08protocol\x18\n \x01(\r\"\xca\x01\n\nKVGeometry\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\x13\n\x0b\x64type_bytes\x18\x06 \x01(\r\x12\x0c\n\x04rank\x18\x07 \x01(\r\x12\x11\n\tnum_ranks\x18\x08 \x01(\r\x12\r\n\x05order\x18\t \x01(\t\x12\x13\n\x0b\x66irst_layer\x18\n \x01(\r\"D\n\x10\x41\x64vertisedRegion\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\x04\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\"\x94\x01\n\x08LinkInfo\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\x12\n\nagent_name\x18\x02 \x01(\t\x12\x10\n\x08metadata\x18\x03 \x01(\x0c\x12+\n\x07regions\x18\x04 \x03(\x0b\x32\x1a.baton.v1.AdvertisedRegion\x12$\n\x04mode\x18\x05 \x01(\x0e\x32\x16.baton.v1.TransferMode\"\xa0\x01\n\x08PeerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\"\n\x06\x66ormat\x18\x03 \x01(\x0b\x32\x12.baton.v1.KVFormat\x12&\n\x08geometry\x18\x04 \x01(\x0b\x32\x14.baton.v1.KVGeometry\x12 \n\x04link\x18\x05 \x01(\x0b\x32\x12.baton.v1.LinkInfo\")\n\x05Hello\x12 \n\x04peer\x18\x01 \x01(\x0b\x32\x12.baton.v1.PeerInfo\"<\n\x07Welcome\x12 \n\x04peer\x18\x01 \x01(\x0b\x32\x12.baton.v1.PeerInfo\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\"+\n\x08LeaseRef\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"}\n\x04Open\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x17\n\x0fnum_held_blocks\x18\x04 \x01(\r\x12\x0e\n\x06ticket\x18\x05 \x01(\x0c\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\"~\n\x05\x43laim\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x17\n\x0fnum_held_blocks\x18\x04 \x01(\r\x12\x0e\n\x06ticket\x18\x05 \x01(\x0c\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\"\x85\x01\n\x05Ready\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12!\n\x05lease\x18\x02 \x01(\x0b\x32\x12.baton.v1.LeaseRef\x12\x0c\n\x04slot\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12\x11\n\tblock_ids\x18\x05 \x03(\r\x12\x0f\n\x07\x64igests\x18\x06 \x01(\x0c\"\xab\x01\n\x05Grant\x12!\n\x05lease\x18\x01 \x01(\x0b\x32\x12.baton.v1.LeaseRef\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x11\n\tblock_ids\x18\x03 \x03(\r\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12$\n\x06\x64igest\x18\x06 \x01(\x0e\x32\x14.baton.v1.DigestKind\x12\x0f\n\x07\x64igests\x18\x07 \x01(\x0c\"h\n\x06Sealed\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x1e\n\x05grant\x18\x02 \x01(\x0b\x32\x0f.baton.v1.Grant\x12*\n\x0c\x66irst_tokens\x18\x03 \x03(\x0b\x32\x14.baton.v1.FirstToken\"M\n\x07Refused\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0c\n\x04slug\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\"=\n\x05Renew\x12\"\n\x06leases\x18\x01 \x03(\x0b\x32\x12.baton.v1.LeaseRef\x12\x10\n\x08handoffs\x18\x02 \x03(\t\"\x8f\x01\n\x07Release\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12!\n\x05lease\x18\x02 \x01(\x0b\x32\x12.baton.v1.LeaseRef\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12)\n\x07outcome\x18\x04 \x01(\x0e\x32\x18.baton.v1.HandoffOutcome\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\"C\n\x0c\x41\x62ortHandoff\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"]\n\x05\x45nded\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12!\n\x05lease\x18\x02 \x01(\x0b\x32\x12.baton.v1.LeaseRef\x12\x0c\n\x04slug\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\"\xea\x01\n\x08ToHolder\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.baton.v1.HelloH\x00\x12\x1e\n\x04open\x18\x02 \x01(\x0b\x32\x0e.baton.v1.OpenH\x00\x12 \n\x05\x63laim\x18\x03 \x01(\x0b\x32\x0f.baton.v1.ClaimH\x00\x12 \n\x05renew\x18\x04 \x01(\x0b\x32\x0f.baton.v1.RenewH\x00\x12$\n\x07release\x18\x05 \x01(\x0b\x32\x11.baton.v1.ReleaseH\x00\x12\'\n\x05\x61\x62ort\x18\x06 \x01(\x0b\x32\x16.baton.v1.AbortHandoffH\x00\x42\t\n\x07message\"\xc9\x01\n\x08ToReader\x12$\n\x07welcome\x18\x01 \x01(\x0b\x32\x11.baton.v1.WelcomeH\x00\x12 \n\x05ready\x18\x02 \x01(\x0b\x32\x0f.baton.v1.ReadyH\x00\x12\"\n\x06sealed\x18\x03 \x01(\x0b\x32\x10.baton.v1.SealedH\x00\x12$\n\x07refused\x18\x04 \x01(\x0b\x32\x11.baton.v1.RefusedH\x00\x12 \n\x05\x65nded\x18\x05 \x01(\x0b\x32\x0f.baton.v1.EndedH\x00\x42\t\n\x07message*^\n\x0cTransferMode\x12\x1d\n\x19TRANSFER_MODE_UNSPECIFIED\x10\x00\x12\x16\n\x12TRANSFER_MODE_READ\x10\x01\x12\x17\n\x13TRANSFER_MODE_SERVE\x10\x02*m\n\nDigestKind\x12\x1b\n\x17\x44IGEST_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x44IGEST_KIND_OFF\x10\x01\x12\x16\n\x12\x44IGEST_KIND_WSUM64\x10\x02\x12\x15\n\x11\x44IGEST_KIND_CRC32\x10\x03*\xcf\x02\n\x0eHandoffOutcome\x12\x1f\n\x1bHANDOFF_OUTCOME_UNSPECIFIED\x10\x00\x12\x16\n\x12HANDOFF_OUTCOME_OK\x10\x01\x12\x1f\n\x1bHANDOFF_OUTCOME_STALE_LEASE\x10\x02\x12#\n\x1fHANDOFF_OUTCOME_DIGEST_MISMATCH\x10\x03\x12\x1d\n\x19HANDOFF_OUTCOME_PEER_LOST\x10\x04\x12\x1b\n\x17HANDOFF_OUTCOME_STALLED\x10\x05\x12\x1b\n\x17HANDOFF_OUTCOME_ABORTED\x10\x06\x12 \n\x1cHANDOFF_OUTCOME_INCOMPATIBLE\x10\x07\x12\x1f\n\x1bHANDOFF_OUTCOME_NO_CAPACITY\x10\x08\x12\"\n\x1eHANDOFF_OUTCOME_BACKEND_FAILED\x10\t2@\n\x07Handoff\x12\x35\n\x07\x43onnect\x12\x12.baton.v1.ToHolder\x1a\x12.baton.v1.ToReader(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14rpc/pb/handoff.proto\x12\x08\x62\x61ton.v1\x1a\x13rpc/pb/common.proto\"\xe0\x01\n\x08KVFormat\x12\x14\n\x0cmodel_digest\x18\x01 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x02 \x01(\t\x12\x17\n\x0ftemplate_digest\x18\x03 \x01(\t\x12\x15\n\rcompute_dtype\x18\x04 \x01(\t\x12\x10\n\x08kv_dtype\x18\x05 \x01(\t\x12\x14\n\x0cquantisation\x18\x06 \x01(\t\x12\x12\n\nnum_layers\x18\x07 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x08 \x01(\r\x12\x10\n\x08head_dim\x18\t \x01(\r\x12\x10\n\x08protocol\x18\n \x01(\r\"\xca\x01\n\nKVGeometry\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\x13\n\x0b\x64type_bytes\x18\x06 \x01(\r\x12\x0c\n\x04rank\x18\x07 \x01(\r\x12\x11\n\tnum_ranks\x18\x08 \x01(\r\x12\r\n\x05order\x18\t \x01(\t\x12\x13\n\x0b\x66irst_layer\x18\n \x01(\r\"D\n\x10\x41\x64vertisedRegion\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\x04\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\"\x94\x01\n\x08LinkInfo\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\x12\n\nagent_name\x18\x02 \x01(\t\x12\x10\n\x08metadata\x18\x03 \x01(\x0c\x12+\n\x07regions\x18\x04 \x03(\x0b\x32\x1a.baton.v1.AdvertisedRegion\x12$\n\x04mode\x18\x05 \x01(\x0e\x32\x16.baton.v1.TransferMode\"\xe0\x01\n\x08PeerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\"\n\x06\x66ormat\x18\x03 \x01(\x0b\x32\x12.baton.v1.KVFormat\x12&\n\x08geometry\x18\x04 \x01(\x0b\x32\x14.baton.v1.KVGeometry\x12 \n\x04link\x18\x05 \x01(\x0b\x32\x12.baton.v1.LinkInfo\x12\'\n\x0bother_links\x18\x06 \x03(\x0b\x32\x12.baton.v1.LinkInfo\x12\x15\n\rcanary_digest\x18\x07 \x01(\x0c\")\n\x05Hello\x12 \n\x04peer\x18\x01 \x01(\x0b\x32\x12.baton.v1.PeerInfo\"<\n\x07Welcome\x12 \n\x04peer\x18\x01 \x01(\x0b\x32\x12.baton.v1.PeerInfo\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\"+\n\x08LeaseRef\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"}\n\x04Open\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x17\n\x0fnum_held_blocks\x18\x04 \x01(\r\x12\x0e\n\x06ticket\x18\x05 \x01(\x0c\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\"~\n\x05\x43laim\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x17\n\x0fnum_held_blocks\x18\x04 \x01(\r\x12\x0e\n\x06ticket\x18\x05 \x01(\x0c\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\"\x85\x01\n\x05Ready\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12!\n\x05lease\x18\x02 \x01(\x0b\x32\x12.baton.v1.LeaseRef\x12\x0c\n\x04slot\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12\x11\n\tblock_ids\x18\x05 \x03(\r\x12\x0f\n\x07\x64igests\x18\x06 \x01(\x0c\"\xab\x01\n\x05Grant\x12!\n\x05lease\x18\x01 \x01(\x0b\x32\x12.baton.v1.LeaseRef\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x11\n\tblock_ids\x18\x03 \x03(\r\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12$\n\x06\x64igest\x18\x06 \x01(\x0e\x32\x14.baton.v1.DigestKind\x12\x0f\n\x07\x64igests\x18\x07 \x01(\x0c\"h\n\x06Sealed\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x1e\n\x05grant\x18\x02 \x01(\x0b\x32\x0f.baton.v1.Grant\x12*\n\x0c\x66irst_tokens\x18\x03 \x03(\x0b\x32\x14.baton.v1.FirstToken\"M\n\x07Refused\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0c\n\x04slug\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\"=\n\x05Renew\x12\"\n\x06leases\x18\x01 \x03(\x0b\x32\x12.baton.v1.LeaseRef\x12\x10\n\x08handoffs\x18\x02 \x03(\t\"\x8f\x01\n\x07Release\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12!\n\x05lease\x18\x02 \x01(\x0b\x32\x12.baton.v1.LeaseRef\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12)\n\x07outcome\x18\x04 \x01(\x0e\x32\x18.baton.v1.HandoffOutcome\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\"C\n\x0c\x41\x62ortHandoff\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"]\n\x05\x45nded\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12!\n\x05lease\x18\x02 \x01(\x0b\x32\x12.baton.v1.LeaseRef\x12\x0c\n\x04slug\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\"\xea\x01\n\x08ToHolder\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.baton.v1.HelloH\x00\x12\x1e\n\x04open\x18\x02 \x01(\x0b\x32\x0e.baton.v1.OpenH\x00\x12 \n\x05\x63laim\x18\x03 \x01(\x0b\x32\x0f.baton.v1.ClaimH\x00\x12 \n\x05renew\x18\x04 \x01(\x0b\x32\x0f.baton.v1.RenewH\x00\x12$\n\x07release\x18\x05 \x01(\x0b\x32\x11.baton.v1.ReleaseH\x00\x12\'\n\x05\x61\x62ort\x18\x06 \x01(\x0b\x32\x16.baton.v1.AbortHandoffH\x00\x42\t\n\x07message\"\xc9\x01\n\x08ToReader\x12$\n\x07welcome\x18\x01 \x01(\x0b\x32\x11.baton.v1.WelcomeH\x00\x12 \n\x05ready\x18\x02 \x01(\x0b\x32\x0f.baton.v1.ReadyH\x00\x12\"\n\x06sealed\x18\x03 \x01(\x0b\x32\x10.baton.v1.SealedH\x00\x12$\n\x07refused\x18\x04 \x01(\x0b\x32\x11.baton.v1.RefusedH\x00\x12 \n\x05\x65nded\x18\x05 \x01(\x0b\x32\x0f.baton.v1.EndedH\x00\x42\t\n\x07message*^\n\x0cTransferMode\x12\x1d\n\x19TRANSFER_MODE_UNSPECIFIED\x10\x00\x12\x16\n\x12TRANSFER_MODE_READ\x10\x01\x12\x17\n\x13TRANSFER_MODE_SERVE\x10\x02*m\n\nDigestKind\x12\x1b\n\x17\x44IGEST_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x44IGEST_KIND_OFF\x10\x01\x12\x16\n\x12\x44IGEST_KIND_WSUM64\x10\x02\x12\x15\n\x11\x44IGEST_KIND_CRC32\x10\x03*\xcf\x02\n\x0eHandoffOutcome\x12\x1f\n\x1bHANDOFF_OUTCOME_UNSPECIFIED\x10\x00\x12\x16\n\x12HANDOFF_OUTCOME_OK\x10\x01\x12\x1f\n\x1bHANDOFF_OUTCOME_STALE_LEASE\x10\x02\x12#\n\x1fHANDOFF_OUTCOME_DIGEST_MISMATCH\x10\x03\x12\x1d\n\x19HANDOFF_OUTCOME_PEER_LOST\x10\x04\x12\x1b\n\x17HANDOFF_OUTCOME_STALLED\x10\x05\x12\x1b\n\x17HANDOFF_OUTCOME_ABORTED\x10\x06\x12 \n\x1cHANDOFF_OUTCOME_INCOMPATIBLE\x10\x07\x12\x1f\n\x1bHANDOFF_OUTCOME_NO_CAPACITY\x10\x08\x12\"\n\x1eHANDOFF_OUTCOME_BACKEND_FAILED\x10\t2@\n\x07Handoff\x12\x35\n\x07\x43onnect\x12\x12.baton.v1.ToHolder\x1a\x12.baton.v1.ToReader(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rpc.pb.handoff_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TRANSFERMODE']._serialized_start=2585
-  _globals['_TRANSFERMODE']._serialized_end=2679
-  _globals['_DIGESTKIND']._serialized_start=2681
-  _globals['_DIGESTKIND']._serialized_end=2790
-  _globals['_HANDOFFOUTCOME']._serialized_start=2793
-  _globals['_HANDOFFOUTCOME']._serialized_end=3128
+  _globals['_TRANSFERMODE']._serialized_start=2649
+  _globals['_TRANSFERMODE']._serialized_end=2743
+  _globals['_DIGESTKIND']._serialized_start=2745
+  _globals['_DIGESTKIND']._serialized_end=2854
+  _globals['_HANDOFFOUTCOME']._serialized_start=2857
+  _globals['_HANDOFFOUTCOME']._serialized_end=3192
   _globals['_KVFORMAT']._serialized_start=56
   _globals['_KVFORMAT']._serialized_end=280
   _globals['_KVGEOMETRY']._serialized_start=283
@@ -47,37 +47,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LINKINFO']._serialized_start=558
   _globals['_LINKINFO']._serialized_end=706
   _globals['_PEERINFO']._serialized_start=709
-  _globals['_PEERINFO']._serialized_end=869
-  _globals['_HELLO']._serialized_start=871
-  _globals['_HELLO']._serialized_end=912
-  _globals['_WELCOME']._serialized_start=914
-  _globals['_WELCOME']._serialized_end=974
-  _globals['_LEASEREF']._serialized_start=976
-  _globals['_LEASEREF']._serialized_end=1019
-  _globals['_OPEN']._serialized_start=1021
-  _globals['_OPEN']._serialized_end=1146
-  _globals['_CLAIM']._serialized_start=1148
-  _globals['_CLAIM']._serialized_end=1274
-  _globals['_READY']._serialized_start=1277
-  _globals['_READY']._serialized_end=1410
-  _globals['_GRANT']._serialized_start=1413
-  _globals['_GRANT']._serialized_end=1584
-  _globals['_SEALED']._serialized_start=1586
-  _globals['_SEALED']._serialized_end=1690
-  _globals['_REFUSED']._serialized_start=1692
-  _globals['_REFUSED']._serialized_end=1769
-  _globals['_RENEW']._serialized_start=1771
-  _globals['_RENEW']._serialized_end=1832
-  _globals['_RELEASE']._serialized_start=1835
-  _globals['_RELEASE']._serialized_end=1978
-  _globals['_ABORTHANDOFF']._serialized_start=1980
-  _globals['_ABORTHANDOFF']._serialized_end=2047
-  _globals['_ENDED']._serialized_start=2049
-  _globals['_ENDED']._serialized_end=2142
-  _globals['_TOHOLDER']._serialized_start=2145
-  _globals['_TOHOLDER']._serialized_end=2379
-  _globals['_TOREADER']._serialized_start=2382
-  _globals['_TOREADER']._serialized_end=2583
-  _globals['_HANDOFF']._serialized_start=3130
-  _globals['_HANDOFF']._serialized_end=3194
+  _globals['_PEERINFO']._serialized_end=933
+  _globals['_HELLO']._serialized_start=935
+  _globals['_HELLO']._serialized_end=976
+  _globals['_WELCOME']._serialized_start=978
+  _globals['_WELCOME']._serialized_end=1038
+  _globals['_LEASEREF']._serialized_start=1040
+  _globals['_LEASEREF']._serialized_end=1083
+  _globals['_OPEN']._serialized_start=1085
+  _globals['_OPEN']._serialized_end=1210
+  _globals['_CLAIM']._serialized_start=1212
+  _globals['_CLAIM']._serialized_end=1338
+  _globals['_READY']._serialized_start=1341
+  _globals['_READY']._serialized_end=1474
+  _globals['_GRANT']._serialized_start=1477
+  _globals['_GRANT']._serialized_end=1648
+  _globals['_SEALED']._serialized_start=1650
+  _globals['_SEALED']._serialized_end=1754
+  _globals['_REFUSED']._serialized_start=1756
+  _globals['_REFUSED']._serialized_end=1833
+  _globals['_RENEW']._serialized_start=1835
+  _globals['_RENEW']._serialized_end=1896
+  _globals['_RELEASE']._serialized_start=1899
+  _globals['_RELEASE']._serialized_end=2042
+  _globals['_ABORTHANDOFF']._serialized_start=2044
+  _globals['_ABORTHANDOFF']._serialized_end=2111
+  _globals['_ENDED']._serialized_start=2113
+  _globals['_ENDED']._serialized_end=2206
+  _globals['_TOHOLDER']._serialized_start=2209
+  _globals['_TOHOLDER']._serialized_end=2443
+  _globals['_TOREADER']._serialized_start=2446
+  _globals['_TOREADER']._serialized_end=2647
+  _globals['_HANDOFF']._serialized_start=3194
+  _globals['_HANDOFF']._serialized_end=3258
 # @@protoc_insertion_point(module_scope)

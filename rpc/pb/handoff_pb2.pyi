@@ -124,18 +124,22 @@ class LinkInfo(_message.Message):
     def __init__(self, backend: _Optional[str] = ..., agent_name: _Optional[str] = ..., metadata: _Optional[bytes] = ..., regions: _Optional[_Iterable[_Union[AdvertisedRegion, _Mapping]]] = ..., mode: _Optional[_Union[TransferMode, str]] = ...) -> None: ...
 
 class PeerInfo(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "format", "geometry", "link")
+    __slots__ = ("worker_id", "incarnation", "format", "geometry", "link", "other_links", "canary_digest")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     FORMAT_FIELD_NUMBER: _ClassVar[int]
     GEOMETRY_FIELD_NUMBER: _ClassVar[int]
     LINK_FIELD_NUMBER: _ClassVar[int]
+    OTHER_LINKS_FIELD_NUMBER: _ClassVar[int]
+    CANARY_DIGEST_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
     format: KVFormat
     geometry: KVGeometry
     link: LinkInfo
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., format: _Optional[_Union[KVFormat, _Mapping]] = ..., geometry: _Optional[_Union[KVGeometry, _Mapping]] = ..., link: _Optional[_Union[LinkInfo, _Mapping]] = ...) -> None: ...
+    other_links: _containers.RepeatedCompositeFieldContainer[LinkInfo]
+    canary_digest: bytes
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., format: _Optional[_Union[KVFormat, _Mapping]] = ..., geometry: _Optional[_Union[KVGeometry, _Mapping]] = ..., link: _Optional[_Union[LinkInfo, _Mapping]] = ..., other_links: _Optional[_Iterable[_Union[LinkInfo, _Mapping]]] = ..., canary_digest: _Optional[bytes] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("peer",)

@@ -238,7 +238,7 @@ def test_blocks_of_another_process_arrive_and_validate(reader: Reader) -> None:
     assert result.num_copies == 3, "neighbours are merged"
     check_read(grant, result.snapshot, reader.side.digester().digest(local), num_kv_heads=HEADS)
     assert (reader.side.blocks[list(local)] == content(4)[[3, 4, 5, 20, 1]]).all()
-    assert reader.thread.stats().bytes_received == 5 * GEOMETRY.block_bytes
+    assert reader.thread.stats().bytes_received[0][1] == 5 * GEOMETRY.block_bytes
 
 
 def test_a_corrupt_byte_is_caught_by_the_digests(reader: Reader) -> None:

@@ -13,7 +13,7 @@ from core.errors import Cancelled, OutOfBlocks
 from core.ids import HandoffId
 from kvtransfer.backends.base import Batch
 from kvtransfer.backends.inproc import Fault
-from kvtransfer.memory import REGION_KV, REGION_SLOTS
+from kvtransfer.memory import REGION_CANARY, REGION_KV, REGION_SLOTS
 from tests.faults.injected import Injected
 from tests.support.virtual.content_engine import HEADS
 from tests.support.virtual.worker import VirtualWorker
@@ -35,7 +35,10 @@ class Mangled(Injected):
         self._change, self._region = change, region
 
     def on_post(self, reader: VirtualWorker, batch: Batch, handoff: str) -> Fault | None:
-        if batch.remote_region != self._region or not self._is_due():
+        if batch.remote_region != self._region:
+            return None
+        is_chance = self._region == REGION_CANARY or self._counts(handoff)
+        if not is_chance or not self._is_due():
             return None
         self.handoff = handoff or None
 
@@ -136,7 +139,7 @@ class Operation(Injected):
         self._what = what
 
     def on_post(self, reader: VirtualWorker, batch: Batch, handoff: str) -> Fault | None:
-        if self.rng.random() < 0.2 or not self._is_due():
+        if not self._counts(handoff) or self.rng.random() < 0.2 or not self._is_due():
             return None
         self.handoff = handoff or None
         if self._what == "fails":

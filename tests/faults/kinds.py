@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from core import types as t
 from core.handoff import Open, Release, Sealed
-from kvtransfer.memory import REGION_SLOTS
+from kvtransfer.memory import REGION_CANARY, REGION_SLOTS
 from tests.faults.faults_of_control import Forged, Message
 from tests.faults.faults_of_data import Mangled, Operation, SourceReused
 from tests.faults.faults_of_processes import ClientGone, GatewayFault, ProcessFault, SecondClaim, WriterGoesOn
@@ -29,6 +29,7 @@ KINDS: dict[str, Maker] = {
     "bytes lost": lambda *a: Mangled(*a, Mangled.zeros),
     "read cut short": lambda *a: Mangled(*a, Mangled.cut_short),
     "slot bits flipped": lambda *a: Mangled(*a, Mangled.flip_many, REGION_SLOTS),
+    "canary changed": lambda *a: Mangled(*a, Mangled.flip_many, REGION_CANARY),
     "source reused before": lambda *a: SourceReused(*a, "before"),
     "torn read": lambda *a: SourceReused(*a, "between"),
     "source reused after": lambda *a: SourceReused(*a, "after"),

@@ -41,6 +41,12 @@ class CorruptingBackend:
     def name(self) -> str:
         return self._inner.name
 
+    def socket_bytes(self, link: Link) -> int:
+        return self._inner.socket_bytes(link)
+
+    def explain(self, link: Link) -> str:
+        return self._inner.explain(link)
+
     def open(self, identity: Identity, regions: tuple[Region, ...]) -> LinkInfo:
         self._kv_address = next(r.memory.address for r in regions if r.memory.name == REGION_KV)
         return self._inner.open(identity, regions)

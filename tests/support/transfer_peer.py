@@ -20,22 +20,28 @@ from tests.support.transfer_side import GEOMETRY, Side
 
 def peer_to_json(peer: PeerInfo) -> dict[str, Any]:
     fields = asdict(peer)
-    fields["link"]["metadata"] = base64.b64encode(peer.link.metadata).decode()
+    for link in (fields["link"], *fields["other_links"]):
+        link["metadata"] = base64.b64encode(link["metadata"]).decode()
+    fields["canary_digest"] = peer.canary_digest.hex()
     return fields
 
 
 def peer_from_json(fields: dict[str, Any]) -> PeerInfo:
-    link = dict(fields["link"])
-    link["metadata"] = base64.b64decode(link["metadata"])
-    link["mode"] = TransferMode(link["mode"])
-    link["regions"] = tuple((name, address, num_bytes) for name, address, num_bytes in link["regions"])
     return PeerInfo(
         worker_id=WorkerId(fields["worker_id"]),
         incarnation=Incarnation(fields["incarnation"]),
         format=KVFormat(**fields["format"]),
         geometry=geometry_from_json(fields["geometry"]),
-        link=LinkInfo(**link),
+        link=_link_from_json(fields["link"]),
+        other_links=tuple(map(_link_from_json, fields["other_links"])),
+        canary_digest=bytes.fromhex(fields["canary_digest"]),
     )
+
+
+def _link_from_json(fields: dict[str, Any]) -> LinkInfo:
+    regions = tuple((name, address, num_bytes) for name, address, num_bytes in fields["regions"])
+    metadata = base64.b64decode(fields["metadata"])
+    return LinkInfo(**{**fields, "metadata": metadata, "mode": TransferMode(fields["mode"]), "regions": regions})
 
 
 def geometry_from_json(fields: dict[str, Any]) -> KVGeometry:
@@ -46,7 +52,13 @@ class PeerProcess:
     """Starts the program and talks to it."""
 
     def __init__(
-        self, worker_id: str, *, seed: int = 1, geometry: KVGeometry = GEOMETRY, backend: str = "nixl"
+        self,
+        worker_id: str,
+        *,
+        seed: int = 1,
+        geometry: KVGeometry = GEOMETRY,
+        backend: str = "nixl",
+        fallback: str = "none",
     ) -> None:
         command = [
             sys.executable,
@@ -56,6 +68,7 @@ class PeerProcess:
             str(seed),
             json.dumps(asdict(geometry)),
             backend,
+            fallback,
         ]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.peer = peer_from_json(self._answer())
@@ -107,8 +120,9 @@ class PeerProcess:
         return answer
 
 
-def main(worker_id: str, seed: int, geometry: KVGeometry, backend: str) -> None:
-    side = Side(create_backend(backend), worker_id, geometry=geometry)
+def main(worker_id: str, seed: int, geometry: KVGeometry, backend: str, fallback: str) -> None:
+    other = None if fallback == "none" else create_backend(fallback)
+    side = Side(create_backend(backend), worker_id, geometry=geometry, fallback=other)
     side.fill(seed)
     _say(peer_to_json(side.peer))
     for line in sys.stdin:
@@ -138,4 +152,4 @@ def _say(fields: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), geometry_from_json(json.loads(sys.argv[3])), sys.argv[4])
+    main(sys.argv[1], int(sys.argv[2]), geometry_from_json(json.loads(sys.argv[3])), *sys.argv[4:])

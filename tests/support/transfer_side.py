@@ -11,6 +11,7 @@ from core.handoff import DigestKind, Grant, LeaseRef, PeerInfo
 from core.ids import HandoffId, Incarnation, LeaseId, WorkerId, new_incarnation
 from core.kv import KVFormat, KVGeometry
 from kvtransfer.backends.base import Backend, Identity
+from kvtransfer.canary import CanaryMemory
 from kvtransfer.custody import Custody
 from kvtransfer.digest import Digester, combine
 from kvtransfer.layout import Region, kv_region
@@ -64,17 +65,21 @@ class Side:
         incarnation: Incarnation | None = None,
         num_cells: int = 8,
         num_slots: int = 16,
+        fallback: Backend | None = None,
     ) -> None:
         self.geometry = geometry
         self.backend = backend
+        self.fallback = fallback
         self.identity = Identity(worker_id=WorkerId(worker_id), incarnation=incarnation or new_incarnation())
         self.kv = AlignedBuffer(geometry.num_blocks * geometry.block_bytes)
         self.slots = SlotMemory(num_slots)
         self.scratch = Scratch(num_cells)
+        self.canary = CanaryMemory(self.identity.incarnation, geometry)
         regions = (
             kv_region(self.kv.region(REGION_KV), geometry),
             Region(memory=self.slots.region()),
             Region(memory=self.scratch.region()),
+            *self.canary.regions(),
         )
         link = backend.open(self.identity, regions)
         self.peer = PeerInfo(
@@ -83,6 +88,8 @@ class Side:
             format=FORMAT,
             geometry=geometry,
             link=link,
+            other_links=() if fallback is None else (fallback.open(self.identity, regions),),
+            canary_digest=self.canary.digest,
         )
         self.pool = RecordingPool()
         self.custody = Custody(self.pool)
@@ -124,8 +131,10 @@ class Side:
     def loop(self, clock: Clock, *, stall_s: float = 10.0, handshake_s: float = 5.0) -> TransferLoop:
         return TransferLoop(
             self.backend,
+            fallback=self.fallback,
             geometry=self.geometry,
             scratch=self.scratch,
+            landing=self.canary.landing,
             custody=self.custody,
             clock=clock,
             stall_s=stall_s,
@@ -142,8 +151,10 @@ class Side:
     ) -> TransferThread:
         return TransferThread(
             self.backend,
+            fallback=self.fallback,
             geometry=self.geometry,
             scratch=self.scratch,
+            landing=self.canary.landing,
             custody=self.custody,
             clock=clock or MonotonicClock(),
             name=f"transfer-{self.identity.worker_id}",

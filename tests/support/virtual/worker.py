@@ -20,6 +20,7 @@ from engine.engine import Engine, StepResult
 from engine.sequence import Sequence
 from kvtransfer.backends.base import Identity
 from kvtransfer.backends.inproc import Fabric
+from kvtransfer.canary import CanaryMemory
 from kvtransfer.custody import Custody
 from kvtransfer.digest import Digester
 from kvtransfer.layout import Region, kv_region
@@ -147,6 +148,7 @@ class VirtualWorker:
         self.engine = ContentEngine(num_blocks=num_blocks, on_wrong=partial(on_wrong, self))
         self.backend = fabric.backend()
         self.scratch, self.slots = Scratch(num_cells), SlotMemory(config.transfer.max_leases)
+        self.canary = CanaryMemory(address.incarnation, self.engine.geometry, min_bytes=0)
         self.process.run(self._compose)
 
     def _compose(self) -> None:
@@ -174,6 +176,7 @@ class VirtualWorker:
                 kv_region(engine.kv_region, geometry),
                 Region(memory=self.slots.region()),
                 Region(memory=self.scratch.region()),
+                *self.canary.regions(),
             ),
         )
         self.me = PeerInfo(
@@ -182,17 +185,20 @@ class VirtualWorker:
             format=FORMAT,
             geometry=geometry,
             link=link,
+            canary_digest=self.canary.digest,
         )
         self.custody = Custody(engine.pool)
         self.transfers = VirtualTransferThread(
             self.backend,
             geometry=geometry,
             scratch=self.scratch,
+            landing=self.canary.landing,
             custody=self.custody,
             clock=cast(Any, loop),
             name="transfers",
             stall_s=transfer.stall_s,
             handshake_s=transfer.handshake_s,
+            num_glances=0,
         )
         self.leases = LeaseTable(
             self.slots,

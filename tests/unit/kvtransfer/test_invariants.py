@@ -310,7 +310,7 @@ class Handoffs:
         counted = {outcome: number for outcome, number in stats.transfers if number}
         assert counted == Counter(result.outcome for result in ended)
         assert set(counted) <= set(HandoffOutcome)
-        assert stats.bytes_received == self.moved_bytes == sum(each.work.num_bytes for each in self.fetches)
+        assert stats.bytes_received[0][1] == self.moved_bytes == sum(each.work.num_bytes for each in self.fetches)
         assert sum(n for _, n in self.d.custody.stats().ended) == sum(f.transfer.quiet.done() for f in self.fetches)
 
     def check(self) -> None:

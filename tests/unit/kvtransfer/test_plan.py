@@ -313,14 +313,14 @@ def test_unequal_formats_are_refused_by_the_names_of_all_factors() -> None:
 
 def test_a_worker_that_holds_another_part_of_the_model_is_refused_at_the_handshake() -> None:
     side = Side(Fabric().backend(), "p")
-    check_peer(side.peer, mine=FORMAT, geometry=GEOMETRY, backend="inproc")
+    check_peer(side.peer, mine=FORMAT, geometry=GEOMETRY)
     other = rank_of(GEOMETRY, 1, 2, 3)
     expected = r"p is rank 0 of 1 with KV heads 0..2 and layers 0..3, this worker rank 1 of 2 with KV heads 1..2"
     with pytest.raises(LayoutMismatch, match=expected):
-        check_peer(side.peer, mine=FORMAT, geometry=other, backend="inproc")
+        check_peer(side.peer, mine=FORMAT, geometry=other)
     larger = replace(GEOMETRY, block_size=32)
     with pytest.raises(LayoutMismatch, match=r"block_size: 32 != 16: p needs the same models\[\].kv.block_size"):
-        check_peer(side.peer, mine=FORMAT, geometry=larger, backend="inproc")
+        check_peer(side.peer, mine=FORMAT, geometry=larger)
 
 
 @pytest.mark.parametrize("order", KVOrder)

@@ -99,7 +99,7 @@ def test_a_fetch_brings_exactly_the_blocks_and_a_valid_slot() -> None:
     before[[7, 8, 1]] = pair.p.blocks[[3, 4, 9]]
     assert (pair.d.blocks == before).all()
     assert transfer.quiet.done() and pair.d.pool.pinned == set() and pair.ended(CustodyEnd.COMPLETE) == 1
-    assert pair.loop.stats().bytes_received == result.num_bytes
+    assert pair.loop.stats().bytes_received == (("inproc", result.num_bytes),)
 
 
 def test_blocks_reused_while_they_were_read_are_found_out_by_the_slot() -> None:

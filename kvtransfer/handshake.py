@@ -1,0 +1,297 @@
+"""From a peer's word to a link in use: each backend that both sides have is tried, measured, and the best one kept.
+
+::
+
+    connect -> PROBING (one backend after the other) -> CHOSEN | REFUSED
+      PROBING -- handshake_s | forgotten | closed --> REFUSED
+
+Rules of the choice (:func:`choose`): a link whose canary failed is not used. Reads that are one-sided by declaration
+but arrive through sockets are emulated by the peer's own threads, and are not used: their owner can be aborted by a
+reader that dies, and bytes may arrive after an operation was given up. Among the others the first in the order of
+preference is taken, unless a later one is ``_MUCH`` faster; one that does a fair part of a memcpy needs no rival.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from core.clock import Clock
+from core.errors import BackendFailed, LayoutMismatch, PeerLost, ServingError, TransferStalled
+from core.handoff import PeerInfo
+from core.ids import Incarnation, WorkerId
+from kvtransfer.backends.base import Backend, Link
+from kvtransfer.memory import Scratch
+from kvtransfer.peers import Peers
+from kvtransfer.probe import LinkReport, Probe
+
+log = logging.getLogger(__name__)
+
+_MUCH = 3.0
+"""A measurement of milliseconds on a shared machine is off by this much."""
+_FAIR = 0.25
+"""Share of the rate of a memcpy with which a link needs no comparison."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairReport:
+    """How a pair came to its link: the measurement of each backend that was tried, and the choice."""
+
+    peer: PeerInfo
+    links: tuple[LinkReport, ...]
+    chosen: LinkReport
+    reason: str
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Handshake:
+    peer: PeerInfo
+    futures: list[Future[Link]]
+    untried: deque[Backend]
+    deadline_at: float
+    probe: Probe | None = None
+    links: list[tuple[Link | None, LinkReport]] = field(default_factory=list)
+
+
+class Handshakes:
+    """Used by the transfer thread only, but for ``report``."""
+
+    def __init__(
+        self,
+        backends: Sequence[Backend],
+        *,
+        landing: Scratch,
+        peers: Peers,
+        clock: Clock,
+        handshake_s: float,
+        num_glances: int,
+        on_replaced: Callable[[WorkerId, Incarnation], None],
+    ) -> None:
+        """``backends`` in order of preference. ``on_replaced`` is told of an incarnation that has made way for
+        another."""
+        self._backends = tuple(backends)
+        self._on_replaced = on_replaced
+        self._landing = landing
+        self._peers = peers
+        self._clock = clock
+        self._handshake_s = handshake_s
+        self._num_glances = num_glances
+        self._pending: dict[tuple[WorkerId, Incarnation], _Handshake] = {}
+        self._ending: list[Probe] = []
+        self._reports: dict[WorkerId, PairReport] = {}
+        self.num_connects = 0
+        self.num_failed = 0
+
+    @property
+    def num_active(self) -> int:
+        """Handshakes under way, and those that are over but for an operation that is not."""
+        return len(self._pending) + len(self._ending)
+
+    @property
+    def is_idle(self) -> bool:
+        return self.num_active == 0
+
+    @property
+    def is_waiting(self) -> bool:
+        """Somebody waits for a link."""
+        return bool(self._pending)
+
+    def report(self, peer: PeerInfo) -> PairReport | None:
+        """How the link to this incarnation was chosen. From any thread."""
+        report = self._reports.get(peer.worker_id)
+        return report if report is not None and report.peer.incarnation == peer.incarnation else None
+
+    def connect(self, peer: PeerInfo, future: Future[Link]) -> None:
+        """Resolve ``future`` with the usable link to this incarnation, after its canary was read over it."""
+        key = (peer.worker_id, peer.incarnation)
+        if key in self._pending:
+            self._pending[key].futures.append(future)
+            return
+        handshake = _Handshake(
+            peer=peer, futures=[future], untried=deque(), deadline_at=self._clock.now() + self._handshake_s
+        )
+        self._pending[key] = handshake
+        try:
+            link = self._peers.find(peer)
+            if link is None:
+                self._make_way(peer)
+                handshake.untried += [backend for backend in self._backends if peer.by(backend.name) is not None]
+                if not handshake.untried:
+                    offered = ", ".join(each.backend for each in (peer.link, *peer.other_links))
+                    mine = ", ".join(backend.name for backend in self._backends)
+                    raise LayoutMismatch(f"transfer backends differ: {mine} here, {offered} at {peer.worker_id}")
+                return
+        except ServingError as error:
+            self.num_failed += 1
+            future.set_exception(error)
+        else:
+            future.set_result(link)
+        del self._pending[key]
+
+    def forget(self, worker_id: WorkerId, incarnation: Incarnation, error: ServingError) -> None:
+        """That process is gone."""
+        report = self._reports.get(worker_id)
+        if report is not None and report.peer.incarnation == incarnation:
+            del self._reports[worker_id]
+        handshake = self._pending.get((worker_id, incarnation))
+        if handshake is not None:
+            self._refuse(handshake, error)
+
+    def refuse_all(self, error: ServingError) -> None:
+        for handshake in list(self._pending.values()):
+            self._refuse(handshake, error)
+
+    def close(self) -> None:
+        """The backends were destroyed: nothing is pending any more."""
+        self.refuse_all(BackendFailed("the transfer backend was closed"))
+        for probe in self._ending:
+            self._landing.free(probe.cell)
+        self._ending.clear()
+
+    def turn(self) -> bool:
+        """Go on where operations are terminal, then judge time. True if anything moved."""
+        moved = False
+        for handshake in list(self._pending.values()):
+            moved |= self._advance(handshake)
+        for probe in self._ending:
+            moved |= probe.turn()
+        for probe in [probe for probe in self._ending if probe.is_quiet]:
+            self._ending.remove(probe)
+            self._landing.free(probe.cell)
+        now = self._clock.now()
+        for handshake in list(self._pending.values()):
+            if now >= handshake.deadline_at:
+                self._refuse(handshake, TransferStalled(f"no link within {self._handshake_s:g} s"))
+        return moved
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _make_way(self, peer: PeerInfo) -> None:
+        """Before a new link: the worker's older incarnations are gone, and a dead link to this one is taken down."""
+        probed = [incarnation for worker_id, incarnation in self._pending if worker_id == peer.worker_id]
+        for incarnation in (self._peers.current(peer.worker_id), *probed):
+            if incarnation is not None and incarnation != peer.incarnation:
+                self._on_replaced(peer.worker_id, incarnation)
+        dead = self._peers.drop_dead(peer)
+        if dead is not None:
+            if dead.num_pending:
+                self._peers.put_back(dead)
+                raise PeerLost(f"{peer.worker_id} was lost and operations on it are still pending")
+            self.backend_of(dead).disconnect(dead)
+
+    def backend_of(self, link: Link) -> Backend:
+        return next(backend for backend in self._backends if backend.name == link.peer.link.backend)
+
+    def _advance(self, handshake: _Handshake) -> bool:
+        probe = handshake.probe
+        if probe is None:
+            cell = self._landing.allocate()
+            if cell is None:
+                return False
+            self._try_next(handshake, cell)
+            return True
+        moved = probe.turn()
+        if probe.is_over:
+            self._retire(handshake, probe)
+            self._next_or_conclude(handshake)
+        return moved
+
+    def _try_next(self, handshake: _Handshake, cell: int) -> None:
+        backend = handshake.untried.popleft()
+        peer = handshake.peer.by(backend.name)
+        assert peer is not None
+        began = self._clock.now()
+        try:
+            link = backend.connect(peer)
+        except ServingError as error:
+            self._landing.free(cell)
+            took_s = self._clock.now() - began
+            report = LinkReport(backend=backend.name, mode=peer.link.mode, connect_s=took_s, error=error)
+            handshake.links.append((None, report))
+            self._next_or_conclude(handshake)
+            return
+        took_s = self._clock.now() - began
+        self._peers.keep(link)
+        handshake.probe = Probe(
+            backend, link, self._landing, cell, connect_s=took_s, clock=self._clock, num_glances=self._num_glances
+        )
+
+    def _retire(self, handshake: _Handshake, probe: Probe) -> None:
+        """The probe is over; its cell is given back once it is quiet."""
+        handshake.probe = None
+        if not probe.is_quiet:
+            self.backend_of(probe.link).abort(probe.link)
+        handshake.links.append((probe.link, probe.report()))
+        self._ending.append(probe)
+
+    def _next_or_conclude(self, handshake: _Handshake) -> None:
+        reports = [report for _, report in handshake.links]
+        if handshake.untried and not any(_is_fair(report) for report in reports):
+            return  # tried at the next turn
+        chosen = choose(reports)
+        if chosen is None:
+            self._refuse(handshake, None)
+            return
+        link = next(link for link, report in handshake.links if report is chosen)
+        assert link is not None
+        peer = handshake.peer
+        report = PairReport(peer=peer, links=tuple(reports), chosen=chosen, reason=explain(reports, chosen))
+        self._reports[peer.worker_id] = report
+        self._end(handshake, keep=link)
+        self.num_connects += 1
+        self._peers.add(link)
+        log.info(
+            "link chosen",
+            extra={"peer": peer.worker_id, "backend": chosen.backend, "mode": chosen.mode, "reason": report.reason},
+        )
+        for future in handshake.futures:
+            future.set_result(link)
+
+    def _refuse(self, handshake: _Handshake, error: ServingError | None) -> None:
+        """``error`` is None when no link is usable: the first one's failure says why."""
+        if handshake.probe is not None:
+            if error is not None:
+                handshake.probe.fail(error)
+            self._retire(handshake, handshake.probe)
+        self._end(handshake, keep=None)
+        self.num_failed += 1
+        failures = [report.error for _, report in handshake.links if report.error is not None]
+        cause = error or failures[0]
+        text = "; ".join(dict.fromkeys(failure.message for failure in [cause, *failures]))
+        worker_id = handshake.peer.worker_id
+        for future in handshake.futures:
+            future.set_exception(type(cause)(f"no link to {worker_id}: {text}", worker_id=worker_id))
+
+    def _end(self, handshake: _Handshake, *, keep: Link | None) -> None:
+        del self._pending[handshake.peer.worker_id, handshake.peer.incarnation]
+        for link, _ in handshake.links:
+            if link is not None and link is not keep:
+                self._peers.discard(link)
+
+
+def choose(reports: Sequence[LinkReport]) -> LinkReport | None:
+    """The link to use, or None. ``reports`` are in order of preference."""
+    chosen: LinkReport | None = None
+    for report in reports:
+        if report.is_usable and (chosen is None or report.bytes_per_s > _MUCH * chosen.bytes_per_s):
+            chosen = report
+    return chosen
+
+
+def explain(reports: Sequence[LinkReport], chosen: LinkReport) -> str:
+    """One line for people: why this one."""
+    passed_over = []
+    for report in reports:
+        if report is chosen:
+            continue
+        if report.error is not None:
+            passed_over.append(report.error.message)
+        else:
+            passed_over.append(f"{report.backend} moves {report.bytes_per_s / 1e9:.2f} GB/s")
+    rate = f"{chosen.backend} moves {chosen.bytes_per_s / 1e9:.2f} GB/s"
+    return "; ".join([rate, *passed_over])
+
+
+def _is_fair(report: LinkReport) -> bool:
+    return report.is_usable and report.bytes_per_s >= _FAIR * report.memcpy_bytes_per_s
