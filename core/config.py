@@ -273,6 +273,10 @@ class TransferConfig(_Section):
     stall_s: float = Field(default=10, gt=0)
     """A transfer without progress for so long is given up; its blocks stay in custody until it is terminal."""
     handshake_s: float = Field(default=5, gt=0)
+    circuit_failures: int = Field(default=3, ge=1)
+    """So many hand-offs of a pair fail in a row, and it is left alone ..."""
+    circuit_open_s: float = Field(default=2, gt=0)
+    """... for so long; then its canary is read again, and on failure the time doubles, up to a minute."""
     held_fraction: float = Field(default=0.9, gt=0, le=1)
     """Quota of a prefill worker: the share of its blocks that may be held under leases."""
     max_leases: int = Field(default=1024, ge=1)

@@ -422,6 +422,8 @@ class WorkerLoad:
     num_steps: int = 0
     busy_s: float = 0.0
     """Seconds spent in steps."""
+    broken_pairs: tuple[tuple[WorkerId, Incarnation], ...] = ()
+    """Prefill workers from which this worker takes nothing now: their hand-offs failed in a row."""
     stored_hashes: tuple[BlockHash, ...] = ()
     evicted_hashes: tuple[BlockHash, ...] = ()
 

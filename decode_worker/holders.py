@@ -8,16 +8,20 @@ A holder::
 
 When a holder is lost, every hand-off that waits on it fails with PeerLost at once. Fetches that already run end by
 their own poll; a grant that is known stays usable (equal digests suffice without P).
+
+Each pair has a circuit (kvtransfer/circuit.py): after failures in a row nothing is begun with that holder until its
+canary was read again. The router hears of it and places elsewhere.
 """
 
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
-from core.errors import PeerLost, ServingError, error_from_slug
+from core.errors import BackendFailed, Blame, PeerLost, ServingError, error_from_slug
 from core.handoff import (
     AbortHandoff,
     Ended,
@@ -39,6 +43,8 @@ from core.ids import HandoffId, Incarnation, WorkerId
 from core.tasks import TaskScope
 from core.types import WorkerAddress
 from kvtransfer.backends.base import Link
+from kvtransfer.circuit import Circuit, CircuitState
+from kvtransfer.handshake import PairReport
 from kvtransfer.layout import check_peer
 from kvtransfer.transfer_thread import TransferThread
 from rpc.clients import HandoffClient
@@ -48,6 +54,8 @@ log = logging.getLogger(__name__)
 
 _REMEMBERED = 1024
 """Hand-offs given up before their grant came."""
+_MAX_PROBES = 10
+"""That fail, of one incarnation; they take some minutes. Then it is forgotten, as one that is gone."""
 
 
 class HandoffStream(Protocol):
@@ -106,8 +114,8 @@ class Holder:
         self.address = address
         self._outgoing: asyncio.Queue[ToHolder] = asyncio.Queue()
         self._offers: dict[HandoffId, Offer] = {}
-        self._link: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
-        self._link.add_done_callback(_take_error)
+        self._peer: asyncio.Future[PeerInfo] = asyncio.get_running_loop().create_future()
+        self._peer.add_done_callback(_take_error)
         self._lost: ServingError | None = None
         self._given_up: OrderedDict[HandoffId, int] = OrderedDict()  # with the attempt that claimed it
 
@@ -139,7 +147,15 @@ class Holder:
 
     async def link(self) -> Link:
         """The proven link. Raises a typed error when the handshake fails."""
-        return await asyncio.shield(self._link)
+        peer = await asyncio.shield(self._peer)
+        link = self._transfers.link(peer)
+        return link if link is not None else await asyncio.wrap_future(self._transfers.connect(peer))
+
+    async def check(self) -> PairReport:
+        """Prove the link again, and measure all that there are. Raises a typed error when the handshake fails or there
+        was nothing to measure."""
+        peer = await asyncio.shield(self._peer)
+        return await asyncio.wrap_future(self._transfers.check(peer))
 
     def open(self, message: Open) -> Offer:
         """Ask for a hand-off."""
@@ -186,9 +202,9 @@ class Holder:
         if self._is_superseded(self.address):
             raise PeerLost(f"a later start of {self.address.worker_id} is connected")
         check_peer(peer, mine=context.format, geometry=context.geometry)
-        link = await asyncio.wrap_future(self._transfers.connect(peer))
-        if not self._link.done():
-            self._link.set_result(link)
+        await asyncio.wrap_future(self._transfers.connect(peer))
+        if not self._peer.done():
+            self._peer.set_result(peer)
         log.info("holder connected", extra={"holder": peer.worker_id})
 
     def _handle(self, reply: ToReader) -> None:
@@ -221,8 +237,8 @@ class Holder:
 
     def _lose(self, error: ServingError) -> None:
         self._lost = error
-        if not self._link.done():
-            self._link.set_exception(error)
+        if not self._peer.done():
+            self._peer.set_exception(error)
         for offer in self._offers.values():
             offer.put(error)
         self._offers.clear()
@@ -245,8 +261,63 @@ class Holders:
         self._latest: dict[WorkerId, tuple[int, Incarnation]] = {}
         """Of each worker that answered: its dial that came last."""
 
+    @contextmanager
+    def hand_off(self, address: WorkerAddress, *, is_retry: bool = False) -> Iterator[Holder]:
+        """The holder of that incarnation for one hand-off, whose end tells of the pair. Never waits.
+
+        Raises BackendFailed while the pair's circuit is open."""
+        worker_id, pairs = address.worker_id, self._context.pairs
+        circuit = pairs.circuit(worker_id, address.incarnation)
+        if not circuit.is_closed:
+            raise BackendFailed(
+                f"{worker_id} is left alone until its canary is read again; what failed last: {circuit.why}",
+                worker_id=worker_id,
+            )
+        begun = circuit.begin()
+        pairs.count(worker_id, num_handoffs=1, num_retries=int(is_retry))
+        try:
+            yield self.get(address)
+        except ServingError as error:
+            if error.blame is Blame.PAIR:
+                pairs.count_failure(worker_id, error.slug)
+                if circuit.fail(begun, error.message, self._context.clock.now()):
+                    self._scope.spawn(self._revive(address, circuit), name=f"circuit-{worker_id}")
+            raise
+        circuit.succeed()
+
+    async def check(self, address: WorkerAddress) -> PairReport:
+        """See :meth:`Holder.check`; whatever the state of the circuit."""
+        return await self.get(address).check()
+
+    async def _revive(self, address: WorkerAddress, circuit: Circuit) -> None:
+        """From OPEN on, until the circuit is closed, or nobody needs it any more."""
+        clock, worker_id, num_probes = self._context.clock, address.worker_id, 0
+        while True:
+            log.warning("circuit open", extra={"holder": worker_id, "reason": circuit.why})
+            while (wait_s := circuit.retry_at - clock.now()) > 0 and circuit.state is CircuitState.OPEN:
+                await asyncio.sleep(wait_s)
+            if circuit.state is not CircuitState.OPEN or not self._context.pairs.is_current(worker_id, circuit):
+                return
+            circuit.begin_probe()
+            circuit.end_probe(await self._probe(address), clock.now())
+            num_probes += 1
+            if circuit.is_closed:
+                log.info("circuit closed", extra={"holder": worker_id})
+                return
+            if num_probes >= _MAX_PROBES:
+                self._context.pairs.forget_circuit(worker_id, circuit)
+                return
+
+    async def _probe(self, address: WorkerAddress) -> str:
+        """Empty when the canary was read, else why not."""
+        try:
+            report = await self.check(address)
+        except ServingError as error:
+            return error.message
+        return "" if report.chosen is not None else report.reason
+
     def get(self, address: WorkerAddress) -> Holder:
-        """The holder of that incarnation, dialling it if needed. Never waits."""
+        """The holder of that incarnation, dialling it if needed, whatever the state of the circuit. Never waits."""
         holder = self._holders.get(address.incarnation)
         if holder is None or holder.is_lost:
             for other in list(self._holders.values()):

@@ -25,7 +25,7 @@ from core.errors import LayoutMismatch
 from core.handoff import DigestKind, Grant, HandoffOutcome, Open, Sealed
 from core.ids import Incarnation, RequestId
 from core.types import AdmitRequest, FirstToken, Mode, StageTimes
-from decode_worker.holders import Holders
+from decode_worker.holders import Holder, Holders
 from decode_worker.reading import Reading
 from engine.block_pool import Reservation
 from engine.grammar import CompiledGrammar
@@ -165,8 +165,11 @@ class Intake:
         engine = self._context.engine
         hashes = engine.hash_prefix(admission.tokens, admission.asked.request.cache_salt)
         held = engine.pool.hold(hashes, admission.reservation)
+        assert admission.asked.prefill is not None
+        is_retry = admission.asked.request.attempt > 1
         try:
-            sealed, blocks = await self._move(admission, num_held=len(held))
+            with self._holders.hand_off(admission.asked.prefill, is_retry=is_retry) as holder:
+                sealed, blocks = await self._move(admission, holder, num_held=len(held))
         except BaseException:
             engine.pool.free(held)
             raise
@@ -182,11 +185,9 @@ class Intake:
         sequences[0].has_unverified_kv = sealed.grant.digest is DigestKind.OFF
         return sequences, sealed.first_tokens
 
-    async def _move(self, admission: Admission, *, num_held: int) -> tuple[Sealed, list[int]]:
+    async def _move(self, admission: Admission, holder: Holder, *, num_held: int) -> tuple[Sealed, list[int]]:
         """The granted blocks, read and verified."""
         asked, context = admission.asked, self._context
-        assert asked.prefill is not None
-        holder = self._holders.get(asked.prefill)
         admission.enter(AdmissionState.OPENED)
         request = asked.request
         offer = holder.open(

@@ -96,6 +96,7 @@ class DecodeRole:
             queued_prompt_tokens=sum(a.num_tokens for a in queued if a.asked.mode is Mode.LOCAL),
             num_transfers=stats.num_active,
             kv_bytes_received=stats.bytes_received,
+            broken_pairs=self._context.pairs.broken(),
         )
 
     def is_idle(self) -> bool:

@@ -8,7 +8,7 @@
 Rules of the choice (:func:`choose`): a link whose canary failed is not used. Reads that are one-sided by declaration
 but arrive through sockets are emulated by the peer's own threads, and are not used: their owner can be aborted by a
 reader that dies, and bytes may arrive after an operation was given up. Among the others the first in the order of
-preference is taken, unless a later one is ``_MUCH`` faster; one that does a fair part of a memcpy needs no rival.
+preference is taken, unless a later one is ``_MUCH`` faster: so where reads crawl, the owner sends instead.
 """
 
 import logging
@@ -30,8 +30,9 @@ log = logging.getLogger(__name__)
 
 _MUCH = 3.0
 """A measurement of milliseconds on a shared machine is off by this much."""
-_FAIR = 0.25
-"""Share of the rate of a memcpy with which a link needs no comparison."""
+
+_RIVAL_S = 0.5
+"""So long may the measurement of others take once there is a usable link."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,15 +41,17 @@ class PairReport:
 
     peer: PeerInfo
     links: tuple[LinkReport, ...]
-    chosen: LinkReport
+    chosen: LinkReport | None
+    """None when no link is usable; ``reason`` says why."""
     reason: str
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Handshake:
     peer: PeerInfo
-    futures: list[Future[Link]]
-    untried: deque[Backend]
+    links_wanted: list[Future[Link]] = field(default_factory=list)
+    reports_wanted: list[Future[PairReport]] = field(default_factory=list)
+    untried: deque[Backend] = field(default_factory=deque)
     deadline_at: float
     probe: Probe | None = None
     links: list[tuple[Link | None, LinkReport]] = field(default_factory=list)
@@ -104,30 +107,33 @@ class Handshakes:
 
     def connect(self, peer: PeerInfo, future: Future[Link]) -> None:
         """Resolve ``future`` with the usable link to this incarnation, after its canary was read over it."""
-        key = (peer.worker_id, peer.incarnation)
-        if key in self._pending:
-            self._pending[key].futures.append(future)
+        handshake, is_new = self._enter(peer)
+        handshake.links_wanted.append(future)
+        if not is_new:
             return
-        handshake = _Handshake(
-            peer=peer, futures=[future], untried=deque(), deadline_at=self._clock.now() + self._handshake_s
-        )
-        self._pending[key] = handshake
         try:
             link = self._peers.find(peer)
             if link is None:
-                self._make_way(peer)
-                handshake.untried += [backend for backend in self._backends if peer.by(backend.name) is not None]
-                if not handshake.untried:
-                    offered = ", ".join(each.backend for each in (peer.link, *peer.other_links))
-                    mine = ", ".join(backend.name for backend in self._backends)
-                    raise LayoutMismatch(f"transfer backends differ: {mine} here, {offered} at {peer.worker_id}")
+                self._begin(handshake)
                 return
         except ServingError as error:
-            self.num_failed += 1
-            future.set_exception(error)
+            self._drop(handshake, error)
         else:
+            del self._pending[peer.worker_id, peer.incarnation]
             future.set_result(link)
-        del self._pending[key]
+
+    def check(self, peer: PeerInfo, future: Future[PairReport]) -> None:
+        """Measure every link to this incarnation, one in use included, and choose again. Raises (in the future) what
+        keeps a handshake from beginning; that no link is usable is in the report."""
+        handshake, is_new = self._enter(peer)
+        handshake.reports_wanted.append(future)
+        if not is_new:
+            return
+        try:
+            self._peers.find(peer)
+            self._begin(handshake)
+        except ServingError as error:
+            self._drop(handshake, error)
 
     def forget(self, worker_id: WorkerId, incarnation: Incarnation, error: ServingError) -> None:
         """That process is gone."""
@@ -162,10 +168,40 @@ class Handshakes:
         now = self._clock.now()
         for handshake in list(self._pending.values()):
             if now >= handshake.deadline_at:
-                self._refuse(handshake, TransferStalled(f"no link within {self._handshake_s:g} s"))
+                self._time_out(handshake)
         return moved
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _enter(self, peer: PeerInfo) -> tuple[_Handshake, bool]:
+        """The handshake with this incarnation, and whether it is new: from now on ``close`` ends who waits for it."""
+        key = (peer.worker_id, peer.incarnation)
+        is_new = key not in self._pending
+        if is_new:
+            self._pending[key] = _Handshake(peer=peer, deadline_at=self._clock.now() + self._handshake_s)
+        return self._pending[key], is_new
+
+    def _begin(self, handshake: _Handshake) -> None:
+        """Raises LayoutMismatch or PeerLost when there is nothing to try."""
+        peer = handshake.peer
+        self._make_way(peer)
+        used = self._peers.usable_to(peer)
+        common = [backend for backend in self._backends if peer.by(backend.name) is not None]
+        if not common:
+            offered = ", ".join(each.backend for each in (peer.link, *peer.other_links))
+            mine = ", ".join(backend.name for backend in self._backends)
+            raise LayoutMismatch(f"transfer backends differ: {mine} here, {offered} at {peer.worker_id}")
+        # The link in use comes first: another one has to be much better.
+        handshake.untried += sorted(common, key=lambda each: used is None or used.peer.link.backend != each.name)
+
+    def _drop(self, handshake: _Handshake, error: ServingError) -> None:
+        """Nothing could be tried."""
+        del self._pending[handshake.peer.worker_id, handshake.peer.incarnation]
+        self.num_failed += 1
+        for link_wanted in handshake.links_wanted:
+            link_wanted.set_exception(error)
+        for report_wanted in handshake.reports_wanted:
+            report_wanted.set_exception(error)
 
     def _make_way(self, peer: PeerInfo) -> None:
         """Before a new link: the worker's older incarnations are gone, and a dead link to this one is taken down."""
@@ -227,7 +263,9 @@ class Handshakes:
 
     def _next_or_conclude(self, handshake: _Handshake) -> None:
         reports = [report for _, report in handshake.links]
-        if handshake.untried and not any(_is_fair(report) for report in reports):
+        if handshake.untried:
+            if any(report.is_usable for report in reports):
+                handshake.deadline_at = min(handshake.deadline_at, self._clock.now() + _RIVAL_S)
             return  # tried at the next turn
         chosen = choose(reports)
         if chosen is None:
@@ -238,15 +276,27 @@ class Handshakes:
         peer = handshake.peer
         report = PairReport(peer=peer, links=tuple(reports), chosen=chosen, reason=explain(reports, chosen))
         self._reports[peer.worker_id] = report
-        self._end(handshake, keep=link)
+        self._end(handshake, report, keep=link)
         self.num_connects += 1
         self._peers.add(link)
         log.info(
             "link chosen",
             extra={"peer": peer.worker_id, "backend": chosen.backend, "mode": chosen.mode, "reason": report.reason},
         )
-        for future in handshake.futures:
+        for future in handshake.links_wanted:
             future.set_result(link)
+
+    def _time_out(self, handshake: _Handshake) -> None:
+        """What was not proven by now is not used; a link that was is."""
+        error = TransferStalled(f"no link within {self._handshake_s:g} s")
+        if handshake.probe is not None:
+            handshake.probe.fail(error)
+            self._retire(handshake, handshake.probe)
+        handshake.untried.clear()
+        if any(report.is_usable for _, report in handshake.links):
+            self._next_or_conclude(handshake)
+        else:
+            self._refuse(handshake, error)
 
     def _refuse(self, handshake: _Handshake, error: ServingError | None) -> None:
         """``error`` is None when no link is usable: the first one's failure says why."""
@@ -254,17 +304,20 @@ class Handshakes:
             if error is not None:
                 handshake.probe.fail(error)
             self._retire(handshake, handshake.probe)
-        self._end(handshake, keep=None)
-        self.num_failed += 1
         failures = [report.error for _, report in handshake.links if report.error is not None]
         cause = error or failures[0]
         text = "; ".join(dict.fromkeys(failure.message for failure in [cause, *failures]))
+        reports = tuple(report for _, report in handshake.links)
+        self._end(handshake, PairReport(peer=handshake.peer, links=reports, chosen=None, reason=text), keep=None)
+        self.num_failed += 1
         worker_id = handshake.peer.worker_id
-        for future in handshake.futures:
+        for future in handshake.links_wanted:
             future.set_exception(type(cause)(f"no link to {worker_id}: {text}", worker_id=worker_id))
 
-    def _end(self, handshake: _Handshake, *, keep: Link | None) -> None:
+    def _end(self, handshake: _Handshake, report: PairReport, *, keep: Link | None) -> None:
         del self._pending[handshake.peer.worker_id, handshake.peer.incarnation]
+        for future in handshake.reports_wanted:
+            future.set_result(report)
         for link, _ in handshake.links:
             if link is not None and link is not keep:
                 self._peers.discard(link)
@@ -291,7 +344,3 @@ def explain(reports: Sequence[LinkReport], chosen: LinkReport) -> str:
             passed_over.append(f"{report.backend} moves {report.bytes_per_s / 1e9:.2f} GB/s")
     rate = f"{chosen.backend} moves {chosen.bytes_per_s / 1e9:.2f} GB/s"
     return "; ".join([rate, *passed_over])
-
-
-def _is_fair(report: LinkReport) -> bool:
-    return report.is_usable and report.bytes_per_s >= _FAIR * report.memcpy_bytes_per_s

@@ -33,6 +33,10 @@ class Peers:
                 f"{peer.worker_id} {format_incarnation(peer.incarnation)} was replaced by a newer start",
                 worker_id=peer.worker_id,
             )
+        return self.usable_to(peer)
+
+    def usable_to(self, peer: PeerInfo) -> Link | None:
+        """The usable link to exactly this incarnation. From any thread."""
         link = self._links.get(peer.worker_id)
         return link if link is not None and link.peer.incarnation == peer.incarnation and not link.is_dead else None
 

@@ -136,6 +136,14 @@ class TransferLoop:
         """Resolve ``future`` with the usable link to this incarnation, after its canary was read over it."""
         self._handshakes.connect(peer, future)
 
+    def check(self, peer: PeerInfo, future: Future[PairReport]) -> None:
+        """Resolve ``future`` with the measurement of every link to this incarnation; the best is used from now on."""
+        self._handshakes.check(peer, future)
+
+    def link(self, peer: PeerInfo) -> Link | None:
+        """The usable link to this incarnation, if there is one. From any thread."""
+        return self._peers.usable_to(peer)
+
     def forget(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
         """That process is gone: its link ends, fetches and probes over it end with PEER_LOST."""
         self._peers.forget(worker_id, incarnation)

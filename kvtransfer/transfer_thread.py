@@ -107,6 +107,19 @@ class TransferThread:
             future.set_exception(BackendFailed("the transfer thread has stopped"))
         return future
 
+    def link(self, peer: PeerInfo) -> Link | None:
+        """The proven link to this incarnation, if there is one that has not ended."""
+        return self._loop.link(peer)
+
+    def check(self, peer: PeerInfo) -> Future[PairReport]:
+        """Read the canary over every link to this incarnation again, one in use included, and measure them; the best
+        is used from then on. Raises (in the future) LayoutMismatch, PeerLost, BackendFailed or StaleIncarnation where
+        nothing could be tried; that no link was good is in the report."""
+        future: Future[PairReport] = pinned_future()
+        if not self._submit(partial(self._loop.check, peer, future)):
+            future.set_exception(BackendFailed("the transfer thread has stopped"))
+        return future
+
     def forget(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
         """That process is known to be gone (by the router, by its supervisor): fetches from it end with PEER_LOST."""
         self._submit(partial(self._loop.forget, worker_id, incarnation))

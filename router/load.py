@@ -156,6 +156,7 @@ class LoadBook:
             num_requests=load.num_running + load.num_waiting + extra.num_requests,
             prefill_tokens_per_s=_prefill_rate(worker),
             num_placed=self._num_placed.get(key, 0),
+            broken_pairs=frozenset(load.broken_pairs),
         )
 
 

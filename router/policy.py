@@ -40,6 +40,8 @@ class Candidate:
     """Measured; 0 while unknown."""
     num_placed: int = 0
     """Placements ever made on this incarnation; breaks ties."""
+    broken_pairs: frozenset[tuple[WorkerId, Incarnation]] = frozenset()
+    """Prefill workers from which this decode worker takes nothing now."""
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -70,6 +72,8 @@ class Reason(StrEnum):
     """Equal scores: the path that was chosen least often."""
     PAIR_EXCLUDED = "pair_excluded"
     """The hand-off of every pair had failed for this request: the decode worker prefills itself."""
+    PAIR_BROKEN = "pair_broken"
+    """The same, and at least one pair is broken for every request."""
     ONLY_PAIR_LEFT = "only_pair_left"
     """The same with ``mode: split`` forced: a failed pair is tried once more."""
     FORGIVEN = "forgiven"
@@ -129,7 +133,8 @@ def decide(request: PlaceRequest, snapshot: Snapshot, settings: PolicySettings) 
     """Filter, score, pick.
 
     Never a worker that is not ready, is excluded by (id, incarnation), serves another model or could not hold the
-    prompt when empty. An excluded pair does no hand-off again while the decode worker may prefill itself.
+    prompt when empty. A pair that is excluded, or that its decode worker reports as broken, does no hand-off while the
+    decode worker may prefill itself.
     """
     members = [c for c in snapshot.candidates if c.model == request.model]
     usable = [c for c in members if is_usable(c, request)]
@@ -142,16 +147,18 @@ def decide(request: PlaceRequest, snapshot: Snapshot, settings: PolicySettings) 
 
     pairs = [(p, d) for p in prefills for d in decodes if p.format_hash == d.format_hash]
     excluded = set(request.excluded_pairs)
-    good = [(p, d) for p, d in pairs if _pair_of(p, d) not in excluded]
+    whole = [(p, d) for p, d in pairs if (p.address.worker_id, p.address.incarnation) not in d.broken_pairs]
+    good = [(p, d) for p, d in whole if _pair_of(p, d) not in excluded]
     scores = _Scores.of(usable, request, settings)
     paths = [scores.split(p, d) for p, d in good] + [scores.local(c) for c in hosts]
     if paths:
         return _pick(request, paths, reason=None)
     if pairs and settings.mode == "split":
-        return _pick(request, [scores.split(p, d) for p, d in pairs], reason=Reason.ONLY_PAIR_LEFT)
+        return _pick(request, [scores.split(p, d) for p, d in whole or pairs], reason=Reason.ONLY_PAIR_LEFT)
     if pairs:
         ends = {d.address.worker_id: d for _, d in pairs}.values()
-        return _pick(request, [scores.local(d) for d in ends], reason=Reason.PAIR_EXCLUDED)
+        reason = Reason.PAIR_EXCLUDED if len(whole) == len(pairs) else Reason.PAIR_BROKEN
+        return _pick(request, [scores.local(d) for d in ends], reason=reason)
     return _shortfall(request, members, _needed_roles(request.model, snapshot, wants_split=wants_split))
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from core.clock import Clock
@@ -16,6 +16,7 @@ from core.types import GenerateRequest, Role, SamplingParams, WorkerLoad
 from engine.engine import Engine, StepResult
 from engine.grammar import CompiledGrammar
 from kvtransfer.digest import Digester
+from kvtransfer.pairs import Pairs
 from rpc.server import RpcServer
 from worker.choices import check_choices
 from worker.step_thread import StepThread
@@ -39,6 +40,8 @@ class WorkerContext:
     digester: Digester
     on_broken: Callable[[BaseException], None]
     """Called when something that the worker cannot do without has failed: it ends, and is restarted."""
+    pairs: Pairs = field(default_factory=Pairs)
+    """What became of hand-offs with each peer."""
     is_draining: bool = False
 
     @property

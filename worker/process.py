@@ -38,11 +38,13 @@ from engine.kernels.digest import compiled_wsum64
 from kvtransfer.backends import create_backend
 from kvtransfer.backends.base import Backend, Identity
 from kvtransfer.canary import CanaryMemory
+from kvtransfer.circuit import CircuitSettings
 from kvtransfer.custody import Custody
 from kvtransfer.digest import Digester
 from kvtransfer.layout import Region, kv_region
 from kvtransfer.lease import LeaseTable
 from kvtransfer.memory import Scratch
+from kvtransfer.pairs import Pairs
 from kvtransfer.slot import SlotMemory
 from kvtransfer.transfer_thread import TransferThread
 from modelfiles.model import open_model
@@ -121,6 +123,7 @@ class Worker:
             digester=Digester.at_address(
                 transfer.digest, engine.geometry, engine.kv_region.address, sums=compiled_wsum64()
             ),
+            pairs=Pairs(CircuitSettings(num_failures=transfer.circuit_failures, open_s=transfer.circuit_open_s)),
             on_broken=lambda error: self._die(),
         )
         self._memory = self._join_memory(backend, fallback)

@@ -69,6 +69,7 @@ def make_config(
                 "renew_s": 1.0,
                 "stall_s": 1.5,
                 "handshake_s": 1.0,
+                "circuit_open_s": 0.2,
                 "digest": str(digest),
                 "held_fraction": held_fraction,
                 "max_leases": max_leases,
@@ -129,6 +130,7 @@ class VirtualRouter:
                 for d in usable
                 if d.role_name is t.Role.DECODE
                 and (p.worker_id, p.incarnation, d.worker_id, d.incarnation) not in request.excluded_pairs
+                and (p.worker_id, p.incarnation) not in d.context.pairs.broken()
             ]
             if pairs:
                 prefill, decode = rng.choice(pairs)

@@ -21,11 +21,13 @@ from engine.sequence import Sequence
 from kvtransfer.backends.base import Identity
 from kvtransfer.backends.inproc import Fabric
 from kvtransfer.canary import CanaryMemory
+from kvtransfer.circuit import CircuitSettings
 from kvtransfer.custody import Custody
 from kvtransfer.digest import Digester
 from kvtransfer.layout import Region, kv_region
 from kvtransfer.lease import LeaseTable
 from kvtransfer.memory import Scratch
+from kvtransfer.pairs import Pairs
 from kvtransfer.slot import SlotMemory
 from kvtransfer.transfer_thread import TransferThread
 from prefill_worker.service import PrefillRole
@@ -168,6 +170,7 @@ class VirtualWorker:
             engine=engine,
             steps=cast(Any, self.steps),
             digester=Digester.at_address(transfer.digest, geometry, engine.kv_region.address),
+            pairs=Pairs(CircuitSettings(num_failures=transfer.circuit_failures, open_s=transfer.circuit_open_s)),
             on_broken=lambda error: None,
         )
         link = self.backend.open(

@@ -284,3 +284,21 @@ def test_a_decision_depends_on_the_snapshot_alone(
         assert isinstance(backward, Choice) and str(backward.path) == str(forward.path)
     else:
         assert isinstance(backward, Shortfall) and backward.lack is forward.lack
+
+
+def test_a_pair_that_its_decode_worker_reports_as_broken_is_avoided_by_every_request() -> None:
+    broken = frozenset({("p0", make_candidate("p0", P).address.incarnation)})
+    workers = [make_candidate("p0", P), make_candidate("p1", P, num_placed=9), make_candidate("d0", D)]
+    workers[2] = replace(workers[2], broken_pairs=broken)
+    assert chosen(decide(make_request(), snapshot(*workers), AUTO)) == "split:p1>d0"
+    outcome = decide(make_request(), snapshot(workers[0], workers[2]), AUTO)
+    assert chosen(outcome) == "local:d0" and isinstance(outcome, Choice) and outcome.reason is Reason.PAIR_BROKEN
+    forced = decide(make_request(), snapshot(workers[0], workers[2]), PolicySettings(mode="split"))
+    assert chosen(forced) == "split:p0>d0", "there is nothing else"
+
+
+def test_a_restarted_worker_is_no_longer_part_of_a_broken_pair() -> None:
+    new = make_candidate("p0", P)
+    old = (new.address.worker_id, new.address.incarnation + 1)
+    decode = replace(make_candidate("d0", D), broken_pairs=frozenset({old}))
+    assert chosen(decide(make_request(), snapshot(new, decode), AUTO)) == "split:p0>d0"
