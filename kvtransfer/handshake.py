@@ -33,6 +33,7 @@ _MUCH = 3.0
 
 _RIVAL_S = 0.5
 """So long may the measurement of others take once there is a usable link."""
+_MAX_REPORTS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +59,7 @@ class _Handshake:
 
 
 class Handshakes:
-    """Used by the transfer thread only, but for ``report``."""
+    """Used by the transfer thread only, but for ``report`` and ``reports``."""
 
     def __init__(
         self,
@@ -104,6 +105,10 @@ class Handshakes:
         """How the link to this incarnation was chosen. From any thread."""
         report = self._reports.get(peer.worker_id)
         return report if report is not None and report.peer.incarnation == peer.incarnation else None
+
+    def reports(self) -> dict[WorkerId, PairReport]:
+        """The same for every peer. From any thread."""
+        return dict(self._reports)
 
     def connect(self, peer: PeerInfo, future: Future[Link]) -> None:
         """Resolve ``future`` with the usable link to this incarnation, after its canary was read over it."""
@@ -275,7 +280,10 @@ class Handshakes:
         assert link is not None
         peer = handshake.peer
         report = PairReport(peer=peer, links=tuple(reports), chosen=chosen, reason=explain(reports, chosen))
+        self._reports.pop(peer.worker_id, None)
         self._reports[peer.worker_id] = report
+        if len(self._reports) > _MAX_REPORTS:
+            del self._reports[next(iter(self._reports))]
         self._end(handshake, report, keep=link)
         self.num_connects += 1
         self._peers.add(link)

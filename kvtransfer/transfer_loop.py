@@ -21,6 +21,7 @@ from kvtransfer.custody import Custody
 from kvtransfer.fetch import FetchRequest, FetchResult, FetchTimes, Transfer, pinned_future
 from kvtransfer.handshake import Handshakes, PairReport
 from kvtransfer.memory import CELL_BYTES, REGION_KV, REGION_SCRATCH, REGION_SLOTS, Scratch
+from kvtransfer.pairs import Pairs
 from kvtransfer.peers import Peers
 from kvtransfer.plan import Blocks, Plan, plan_blocks
 from kvtransfer.probe import NUM_GLANCES
@@ -108,13 +109,16 @@ class TransferLoop:
         stall_s: float,
         handshake_s: float,
         num_glances: int = NUM_GLANCES,
+        pairs: Pairs | None = None,
     ) -> None:
+        """``pairs`` is told what was moved."""
         self._backends = (backend,) if fallback is None else (backend, fallback)
         self._geometry = geometry
         self._scratch = scratch
         self._custody = custody
         self._clock = clock
         self._stall_s = stall_s
+        self._pairs = pairs if pairs is not None else Pairs()
         self._peers = Peers()
         self._handshakes = Handshakes(
             self._backends,
@@ -277,6 +281,7 @@ class TransferLoop:
                 continue
             moved = True
             del work.ops[key]
+            self._pairs.count(work.link.peer.worker_id, num_ops=1)
             if status.state is OpState.DONE:
                 work.link.progress_at = self._clock.now()
             self._handle(work, self._event(work, key, op))
@@ -292,6 +297,7 @@ class TransferLoop:
         num_bytes = work.chunks[key].num_bytes
         work.num_bytes += num_bytes
         self._bytes_received[work.link.peer.link.backend] += num_bytes
+        self._pairs.count(work.link.peer.worker_id, num_bytes=num_bytes)
         part = work.parts[key]
         part.num_left -= 1
         if not part.num_left and not part.arrived.done():
@@ -397,6 +403,10 @@ class TransferLoop:
     def report(self, peer: PeerInfo) -> PairReport | None:
         """How the link to this incarnation was chosen. From any thread."""
         return self._handshakes.report(peer)
+
+    def reports(self) -> dict[WorkerId, PairReport]:
+        """How the link to each peer was chosen. From any thread."""
+        return self._handshakes.reports()
 
     def stats(self) -> TransferStats:
         """From any thread."""

@@ -20,10 +20,11 @@ from core.handoff import PeerInfo
 from core.ids import Incarnation, WorkerId
 from core.kv import KVGeometry
 from kvtransfer.backends.base import Backend, Link
-from kvtransfer.custody import Custody, CustodyEnd
+from kvtransfer.custody import Custody, CustodyEnd, CustodyStats
 from kvtransfer.fetch import FetchRequest, Transfer, pinned_future
 from kvtransfer.handshake import PairReport
 from kvtransfer.memory import Scratch
+from kvtransfer.pairs import Pairs
 from kvtransfer.probe import NUM_GLANCES
 from kvtransfer.transfer_loop import TransferLoop, TransferStats, Work
 
@@ -50,11 +51,12 @@ class TransferThread:
         stall_s: float = 10.0,
         handshake_s: float = 5.0,
         num_glances: int = NUM_GLANCES,
+        pairs: Pairs | None = None,
         on_death: Callable[[], object] | None = None,
     ) -> None:
         """``fallback`` is for pairs that cannot use ``backend``. ``geometry`` is that of our region ``kv``; ``scratch``
         and ``landing`` were registered with both. ``num_glances`` 0 leaves all polling to
-        the turns. ``on_death`` is called on the thread when it ends by an error."""
+        the turns. ``pairs`` is told what was moved. ``on_death`` is called on the thread when it ends by an error."""
         self._custody = custody
         self._clock = clock
         self._loop = TransferLoop(
@@ -68,6 +70,7 @@ class TransferThread:
             stall_s=stall_s,
             handshake_s=handshake_s,
             num_glances=num_glances,
+            pairs=pairs,
         )
         self._on_death = on_death
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -150,6 +153,13 @@ class TransferThread:
     def report(self, peer: PeerInfo) -> PairReport | None:
         """How the link to this incarnation was chosen, once it was."""
         return self._loop.report(peer)
+
+    def reports(self) -> dict[WorkerId, PairReport]:
+        """The same for every peer that we have, or had, a link to. Bounded."""
+        return self._loop.reports()
+
+    def custody(self) -> CustodyStats:
+        return self._custody.stats()
 
     def stats(self) -> TransferStats:
         return self._loop.stats()

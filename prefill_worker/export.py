@@ -20,7 +20,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from core.errors import LayoutMismatch, LeaseExpired, ServingError, StaleLease
+from core.errors import Blame, LayoutMismatch, LeaseExpired, ServingError, StaleLease
 from core.handoff import (
     AbortHandoff,
     Claim,
@@ -39,11 +39,12 @@ from core.handoff import (
     ToReader,
     Welcome,
 )
-from core.ids import HandoffId, Incarnation, RequestId
+from core.ids import HandoffId, Incarnation, RequestId, WorkerId
 from core.tasks import TaskScope
 from core.types import FirstToken
 from kvtransfer import digest as digests
 from kvtransfer.digest import DigestMemory
+from kvtransfer.fetch import error_of
 from kvtransfer.layout import check_peer
 from kvtransfer.lease import EndedLease, LeaseTable, LeaseView, Reader
 from worker.context import WorkerContext
@@ -288,6 +289,9 @@ class Exports:
         now = self._context.clock.now()
         match message:
             case Open() | Claim():
+                self._context.pairs.count(
+                    connection.peer.worker_id, num_handoffs=1, num_retries=int(message.attempt > 1)
+                )
                 self._claim(connection, message)
             case Renew():
                 for ref in message.leases:
@@ -296,13 +300,20 @@ class Exports:
                 reader = Reader(incarnation=connection.incarnation, attempt=message.attempt)
                 _, ended = self._leases.release(message.lease, reader, reason=message.outcome, now=now)
                 if ended is not None:
-                    if message.outcome is HandoffOutcome.OK:
-                        self.sent_bytes += ended.num_bytes - self._held_bytes(message.handoff_id)
+                    self._count_release(connection.peer.worker_id, message, ended)
                     self._over(ended, None, outcome=message.outcome)
             case AbortHandoff():
                 self._abort(connection, message)
             case _:
                 log.warning("unexpected hand-off message", extra={"kind": type(message).__name__})
+
+    def _count_release(self, peer: WorkerId, message: Release, ended: EndedLease) -> None:
+        if message.outcome is HandoffOutcome.OK:
+            num_bytes = ended.num_bytes - self._held_bytes(message.handoff_id)
+            self.sent_bytes += num_bytes
+            self._context.pairs.count(peer, num_bytes=num_bytes)
+        elif (error := error_of(message.outcome, "")).blame is Blame.PAIR:
+            self._context.pairs.count_failure(peer, error.slug)
 
     def _claim(self, connection: _Connection, message: Open | Claim) -> None:
         reader = Reader(incarnation=connection.incarnation, attempt=message.attempt)

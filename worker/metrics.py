@@ -1,12 +1,17 @@
-"""A worker's Prometheus metrics. Gauges are refreshed when asked for; nothing is locked on the step's path."""
+"""A worker's Prometheus metrics. Gauges are refreshed when asked for; nothing is locked on the step's path.
+
+What is told of each pair is in worker/pair_metrics.py.
+"""
 
 from prometheus_client import Gauge, Histogram
 
 from core.types import WorkerLoad
 from engine.engine import StepResult
 from kvtransfer.lease import LeaseTable
+from kvtransfer.quarantine import QuarantineWatch
 from kvtransfer.transfer_thread import TransferThread
 from worker.context import WorkerContext
+from worker.pair_metrics import PairCollector
 
 _STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
@@ -14,7 +19,11 @@ _STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5
 class WorkerMetrics:
     """Series exist (at zero) from the start. Labels are model and role: bounded."""
 
-    def __init__(self, context: WorkerContext, transfers: TransferThread, leases: LeaseTable) -> None:
+    def __init__(
+        self, context: WorkerContext, transfers: TransferThread, leases: LeaseTable, quarantine: QuarantineWatch
+    ) -> None:
+        self._clock = context.clock
+        self._quarantine = quarantine
         self._engine = context.engine
         self._transfers = transfers
         self._leases = leases
@@ -34,6 +43,11 @@ class WorkerMetrics:
         self._transfer_counts = gauge("kv_transfers", "Transfers by outcome since start", "outcome")
         self._lease_counts = gauge("kv_leases", "Leases by end since start", "outcome")
         self._held = gauge("kv_held_bytes", "Bytes held for decode workers")
+        self._quarantined = gauge(
+            "kv_quarantine_blocks", "Blocks of ended requests to which a transfer may still write"
+        )
+        self._quarantine_age = gauge("kv_quarantine_age_seconds", "Age of the oldest quarantined transfer")
+        self._alarms = gauge("kv_quarantine_alarms", "Alarms on a quarantine that does not drain since start")
         self._prompt_tokens = gauge("prompt_tokens_computed", "Prompt tokens computed since start")
         self._prompt_tokens_cached = gauge("prompt_tokens_cached", "Prompt tokens found in the cache since start")
         self._preemptions = gauge("preemptions", "Sequences that gave their blocks back and started over since start")
@@ -41,6 +55,7 @@ class WorkerMetrics:
         self._step_s = Histogram(
             "baton_step_seconds", "Seconds of one step", names, buckets=_STEP_BUCKETS, registry=registry
         ).labels(**own)
+        registry.register(PairCollector(own, context.pairs, transfers))
 
     def observe_step(self, result: StepResult, seconds: float) -> None:
         self._step_s.observe(seconds)
@@ -62,6 +77,11 @@ class WorkerMetrics:
         for outcome in ("opened", "refused", "released", "expired", "revoked"):
             self._lease_counts.labels(**self._own, outcome=outcome).set(getattr(stats, outcome))
         self._held.labels(**self._own).set(load.held_bytes)
+        custody = self._transfers.custody()
+        since = custody.oldest_quarantine_at
+        self._quarantined.labels(**self._own).set(custody.num_quarantined_blocks)
+        self._quarantine_age.labels(**self._own).set(0.0 if since is None else self._clock.now() - since)
+        self._alarms.labels(**self._own).set(self._quarantine.num_alarms)
         self._prompt_tokens.labels(**self._own).set(load.prompt_tokens_computed)
         self._generated.labels(**self._own).set(load.tokens_generated)
         counters = self._engine.counters()

@@ -45,6 +45,7 @@ from kvtransfer.layout import Region, kv_region
 from kvtransfer.lease import LeaseTable
 from kvtransfer.memory import Scratch
 from kvtransfer.pairs import Pairs
+from kvtransfer.quarantine import QuarantineWatch, Verdict
 from kvtransfer.slot import SlotMemory
 from kvtransfer.transfer_thread import TransferThread
 from modelfiles.model import open_model
@@ -128,7 +129,8 @@ class Worker:
         )
         self._memory = self._join_memory(backend, fallback)
         self.role = make_role(self.context, self._memory)
-        self.metrics = WorkerMetrics(self.context, self._memory.transfers, self._memory.leases)
+        self.quarantine = QuarantineWatch(self.context.geometry.num_blocks)
+        self.metrics = WorkerMetrics(self.context, self._memory.transfers, self._memory.leases, self.quarantine)
         self._server = RpcServer()
         self._probes = ProbeServer(ready=self._why_not_ready, metrics=self._render_metrics)
         self._membership: Membership | None = None
@@ -181,6 +183,7 @@ class Worker:
                 name="baton-transfers",
                 stall_s=transfer.stall_s,
                 handshake_s=transfer.handshake_s,
+                pairs=context.pairs,
                 on_death=lambda: self._loop.call_soon_threadsafe(self._die),
             ),
         )
@@ -234,9 +237,22 @@ class Worker:
     async def _watch_steps(self) -> None:
         """A device that hangs answers no call; nothing but a new process helps, and nobody should wait until then."""
         while self.steps.step_age_s() < _DEAD_STEP_S:
+            self._watch_quarantine()
             await asyncio.sleep(_WATCH_S)
         log.critical("a step hangs", extra={"worker_id": self.context.worker_id, "seconds": _DEAD_STEP_S})
         self._die()
+
+    def _watch_quarantine(self) -> None:
+        """Blocks that never come back cost the process in the end, but first it finishes what it can."""
+        stats = self._memory.transfers.custody()
+        verdict = self.quarantine.look(stats, self.context.clock.now())
+        fields = {"worker_id": self.context.worker_id, "blocks": stats.num_quarantined_blocks}
+        if verdict is Verdict.ALARM:
+            log.error("a quarantine does not drain", extra=fields)
+        elif verdict is Verdict.RESTART and self.state is not WorkerState.DRAINING:
+            log.critical("a quarantine does not drain, the worker must be restarted", extra=fields)
+            self.exit_code = 1
+            self._begin_drain("a quarantine does not drain")
 
     def _begin_drain(self, reason: str) -> None:
         if self.state is WorkerState.DRAINING:

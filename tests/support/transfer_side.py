@@ -17,6 +17,7 @@ from kvtransfer.digest import Digester, combine
 from kvtransfer.layout import Region, kv_region
 from kvtransfer.lease import LeaseTable, LeaseView
 from kvtransfer.memory import REGION_KV, AlignedBuffer, Scratch
+from kvtransfer.pairs import Pairs
 from kvtransfer.slot import SlotMemory
 from kvtransfer.transfer_loop import TransferLoop
 from kvtransfer.transfer_thread import TransferThread
@@ -128,7 +129,9 @@ class Side:
             digests=digests,
         )
 
-    def loop(self, clock: Clock, *, stall_s: float = 10.0, handshake_s: float = 5.0) -> TransferLoop:
+    def loop(
+        self, clock: Clock, *, stall_s: float = 10.0, handshake_s: float = 5.0, pairs: Pairs | None = None
+    ) -> TransferLoop:
         return TransferLoop(
             self.backend,
             fallback=self.fallback,
@@ -139,6 +142,7 @@ class Side:
             clock=clock,
             stall_s=stall_s,
             handshake_s=handshake_s,
+            pairs=pairs,
         )
 
     def thread(

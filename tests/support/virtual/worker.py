@@ -202,6 +202,7 @@ class VirtualWorker:
             stall_s=transfer.stall_s,
             handshake_s=transfer.handshake_s,
             num_glances=0,
+            pairs=self.context.pairs,
         )
         self.leases = LeaseTable(
             self.slots,
