@@ -1,4 +1,4 @@
-"""The command line: ``baton up``, ``baton chat``, ``baton status``, ``baton keys``, ``baton config``.
+"""The command line: ``baton up``, ``baton chat``, ``baton status``, ``baton doctor``, ``baton keys``, ``baton config``.
 
 Exit codes: 0 done, 1 it failed while running, 2 it cannot run as asked (the line says what to change), 130 interrupted.
 """
@@ -64,6 +64,13 @@ def _status(options: argparse.Namespace, config: ClusterConfig) -> int:
     return asyncio.run(show_status(options.router or config.router.listen, as_json=options.json))
 
 
+def _doctor_pair(options: argparse.Namespace, config: ClusterConfig) -> int:
+    from baton.doctor import check_pair
+
+    router = options.router or config.router.listen
+    return asyncio.run(check_pair(router, options.prefill, options.decode, as_json=options.json))
+
+
 def _config_show(options: argparse.Namespace, config: ClusterConfig) -> int:
     print(dump_config(config), end="")
     return 0
@@ -107,6 +114,18 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--json", action="store_true")
     status.add_argument("--router", metavar="HOST:PORT", help="default: the router of the configuration")
     status.set_defaults(run=_status)
+
+    doctor = commands.add_parser("doctor", help="examine a running cluster").add_subparsers(
+        metavar="COMMAND", required=True
+    )
+    pair = doctor.add_parser(
+        "pair", parents=[common], help="handshake, canary and bandwidth of the links between two live workers"
+    )
+    pair.add_argument("prefill", metavar="P", help="the prefill worker's id, as `baton status` shows it")
+    pair.add_argument("decode", metavar="D", help="the decode worker's id")
+    pair.add_argument("--json", action="store_true")
+    pair.add_argument("--router", metavar="HOST:PORT", help="default: the router of the configuration")
+    pair.set_defaults(run=_doctor_pair)
 
     add_keys_parser(commands, common)
 

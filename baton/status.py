@@ -10,15 +10,20 @@ from core.types import ClusterStatus, WorkerStatus
 from rpc.clients import RouterClient
 
 
-async def show_status(router_address: str, *, as_json: bool) -> int:
-    """Ask the router and print. Raises ConfigError when it does not answer."""
+async def ask_router(router_address: str) -> ClusterStatus:
+    """Raises ConfigError when it does not answer."""
     async with RouterClient(router_address) as router:
         try:
-            status = await router.status()
+            return await router.status()
         except WorkerLost:
             raise ConfigError(
                 f"no router answers at {router_address}: start a cluster with `baton up`, or name it with --router"
             ) from None
+
+
+async def show_status(router_address: str, *, as_json: bool) -> int:
+    """Ask the router and print. Raises ConfigError when it does not answer."""
+    status = await ask_router(router_address)
     print(json.dumps(to_json(status), indent=2) if as_json else render(status))
     return 0
 
@@ -67,6 +72,7 @@ def _worker_to_json(worker: WorkerStatus) -> dict[str, object]:
         "transfer_backend": registration.transfer_backend,
         "kv_bytes_received": dict(load.kv_bytes_received),
         "kv_bytes_sent": dict(load.kv_bytes_sent),
+        "broken_pairs": [worker_id for worker_id, _ in load.broken_pairs],
         "prompt_tokens_computed": load.prompt_tokens_computed,
         "tokens_generated": load.tokens_generated,
     }

@@ -111,6 +111,9 @@ class Watched:
     def socket_bytes(self, link: Link) -> int:
         return self._inner.socket_bytes(link)
 
+    def lane(self, link: Link) -> str:
+        return self._inner.lane(link)
+
     def explain(self, link: Link) -> str:
         return self._inner.explain(link)
 

@@ -76,6 +76,44 @@ class PeerInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinkMeasure:
+    """One link of a pair, as measured over P's canary. Rates are 0 where it did not get so far."""
+
+    backend: str
+    mode: TransferMode
+    lane: str
+    """What carries the bytes, as far as it can be seen."""
+    is_used: bool
+    connect_s: float
+    latency_s: float
+    """The fastest read of 64 bytes."""
+    bytes_per_s: float
+    memcpy_bytes_per_s: float
+    """Copying the same bytes within D."""
+    slug: str = ""
+    """Of the error that keeps it from being used."""
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairCheck:
+    """What an operator is told of a live pair."""
+
+    prefill: WorkerId
+    decode: WorkerId
+    circuit: str
+    circuit_why: str
+    """The last failure that counted."""
+    reason: str
+    """Why this link is used, or why none is."""
+    links: tuple[LinkMeasure, ...]
+
+    @property
+    def is_good(self) -> bool:
+        return any(link.is_used for link in self.links)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
     """D introduces itself; the first message of the stream. Formats are compared before anything else is used."""
 

@@ -26,7 +26,7 @@ from core.errors import (
     WorkerDraining,
     WorkerLost,
 )
-from core.handoff import PeerInfo
+from core.handoff import PairCheck, PeerInfo
 from core.ids import GatewayId, Incarnation, RequestId, WorkerId
 from core.tasks import TaskScope
 from core.types import (
@@ -42,6 +42,7 @@ from core.types import (
     Role,
     StepOutputs,
     TokenChunk,
+    WorkerAddress,
     WorkerLoad,
 )
 from decode_worker.holders import Dial, Holders
@@ -180,6 +181,24 @@ class DecodeRole:
                 del self._outboxes[gateway_incarnation]
                 if not self._is_stopping:
                     self._scope.spawn(self._lose_gateway(outbox), name="gateway-lost")
+
+    async def check_pair(self, prefill: WorkerAddress, worker_incarnation: Incarnation) -> PairCheck:
+        """For operators, on a live pair. Raises the typed error of a holder that cannot be reached."""
+        context = self._context
+        if worker_incarnation != context.incarnation:
+            raise StaleIncarnation(f"{context.worker_id} was restarted", worker_id=context.worker_id)
+        if context.role is Role.UNIFIED:
+            raise InvalidRequest(f"{context.worker_id} is a unified worker: it takes no hand-offs")
+        report = await self._holders.check(prefill)
+        circuit = context.pairs.circuit(prefill.worker_id, prefill.incarnation)
+        return PairCheck(
+            prefill=prefill.worker_id,
+            decode=context.worker_id,
+            circuit=circuit.state,
+            circuit_why=circuit.why,
+            reason=report.reason,
+            links=report.measures(),
+        )
 
     # -- one admission ------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from core.clock import Clock
 from core.errors import BackendFailed, LayoutMismatch, PeerLost, ServingError, TransferStalled
-from core.handoff import PeerInfo
+from core.handoff import LinkMeasure, PeerInfo
 from core.ids import Incarnation, WorkerId
 from kvtransfer.backends.base import Backend, Link
 from kvtransfer.memory import Scratch
@@ -45,6 +45,24 @@ class PairReport:
     chosen: LinkReport | None
     """None when no link is usable; ``reason`` says why."""
     reason: str
+
+    def measures(self) -> tuple[LinkMeasure, ...]:
+        """For the wire."""
+        return tuple(
+            LinkMeasure(
+                backend=link.backend,
+                mode=link.mode,
+                lane=link.lane,
+                is_used=link is self.chosen,
+                connect_s=link.connect_s,
+                latency_s=link.latency_s,
+                bytes_per_s=link.bytes_per_s,
+                memcpy_bytes_per_s=link.memcpy_bytes_per_s,
+                slug="" if link.error is None else link.error.slug,
+                message="" if link.error is None else link.error.message,
+            )
+            for link in self.links
+        )
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -255,7 +273,14 @@ class Handshakes:
         took_s = self._clock.now() - began
         self._peers.keep(link)
         handshake.probe = Probe(
-            backend, link, self._landing, cell, connect_s=took_s, clock=self._clock, num_glances=self._num_glances
+            backend,
+            link,
+            self._landing,
+            cell,
+            connect_s=took_s,
+            clock=self._clock,
+            num_glances=self._num_glances,
+            is_thorough=bool(handshake.reports_wanted),
         )
 
     def _retire(self, handshake: _Handshake, probe: Probe) -> None:

@@ -6,7 +6,8 @@
       any -- operation failed | wrong bytes | bytes came by sockets | deadline --> done, with an error
     done -- last operation terminal --> quiet: the landing cell is free again
 
-Driven by ``turn``; time is counted in operations and cut off at ``_RATE_S``, so that a handshake takes milliseconds.
+Driven by ``turn``; time is counted in operations and cut off at ``_RATE_S``, so that a handshake takes milliseconds. A
+thorough one takes longer, and lets others have the thread between its reads.
 """
 
 import time
@@ -25,8 +26,8 @@ from kvtransfer.plan import Copy
 from kvtransfer.slot import parse_slot
 
 _LATENCY_READS = 3
-_RATE_READS = 4
-_RATE_S = 0.005
+_RATE_READS, _THOROUGH_READS = 4, 100
+_RATE_S, _THOROUGH_S = 0.005, 0.5
 NUM_GLANCES = 30
 """An operation is looked at so often at once, to measure it better than the loop's sleeps would; then by ``turn``."""
 _GLANCE_S = 20e-6
@@ -46,6 +47,8 @@ class LinkReport:
     """Of the fastest read of the whole canary."""
     memcpy_bytes_per_s: float = 0.0
     """Copying the same bytes within this process, at the same time."""
+    lane: str = ""
+    """What carries the bytes, as far as it can be seen. For people."""
     is_emulated: bool = False
     """Declared one-sided, but the bytes came through sockets of this process."""
     error: ServingError | None = None
@@ -68,12 +71,15 @@ class Probe:
         connect_s: float,
         clock: Clock,
         num_glances: int,
+        is_thorough: bool = False,
     ) -> None:
         """``cell`` is the probe's own until ``is_quiet``."""
         self.link = link
         self.cell = cell
         self._clock = clock
         self._num_glances = num_glances
+        self._is_thorough = is_thorough
+        self._makes_way = False
         self._backend = backend
         self._landing = landing
         self._connect_s = connect_s
@@ -103,6 +109,7 @@ class Probe:
             latency_s=self._latency_s,
             bytes_per_s=self._rate,
             memcpy_bytes_per_s=self._memcpy_rate,
+            lane="tcp, emulated" if self._is_emulated else self._backend.lane(self.link),
             is_emulated=self._is_emulated,
             error=self._error,
         )
@@ -130,6 +137,9 @@ class Probe:
                 self._is_over = self._op is None
             except ServingError as error:
                 self.fail(error)
+            if self._makes_way:
+                self._makes_way = False
+                return True
         return moved
 
     # -- the steps ----------------------------------------------------------------------------------------------------
@@ -158,10 +168,12 @@ class Probe:
                 f" ({came_by_socket} bytes came by sockets){': ' if why else ''}{why}"
             )
         began = self._clock.now()
-        for _ in range(_RATE_READS):
+        num_reads, limit_s = (_THOROUGH_READS, _THOROUGH_S) if self._is_thorough else (_RATE_READS, _RATE_S)
+        for _ in range(num_reads):
+            self._makes_way = self._is_thorough
             self._measure_memcpy()
             yield from self._read_canary(num_bytes, None)
-            if self._clock.now() - began > _RATE_S:
+            if self._clock.now() - began > limit_s:
                 break
 
     def _read_canary(self, num_bytes: int, check: Callable[[list[bytes]], None] | None) -> Iterator[Op]:

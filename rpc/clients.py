@@ -15,7 +15,7 @@ import grpc.aio
 
 from core import types as t
 from core.errors import InternalError, StaleIncarnation, WorkerLost
-from core.handoff import ToHolder, ToReader
+from core.handoff import PairCheck, ToHolder, ToReader
 from core.ids import GatewayId, Incarnation
 from rpc.convert import TO_HOLDER, TO_READER, WORKER_MESSAGE, from_pb, to_pb
 from rpc.errors import from_rpc_error
@@ -45,6 +45,7 @@ CHANNEL_OPTIONS = (
 )
 ABORT_TIMEOUT_S = 5.0
 CONTROL_TIMEOUT_S = 10.0
+CHECK_TIMEOUT_S = 60.0
 
 
 class _Client:
@@ -218,6 +219,11 @@ class DecodeClient(_Client):
     async def abort(self, request: t.AbortRequest) -> t.AbortReply:
         call = self._call(self._stub.AbortDecode, to_pb(request), timeout_s=ABORT_TIMEOUT_S)
         return from_pb(t.AbortReply, await call)
+
+    async def check_pair(self, prefill: t.WorkerAddress) -> PairCheck:
+        """Handshake, canary and measurement of every link between the two workers."""
+        request = decode_pb2.PairCheckRequest(worker_incarnation=self._worker.incarnation, prefill=to_pb(prefill))
+        return from_pb(PairCheck, await self._call(self._stub.CheckPair, request, timeout_s=CHECK_TIMEOUT_S))
 
     async def outputs(self, gateway_id: GatewayId, gateway_incarnation: Incarnation) -> AsyncIterator[t.StepOutputs]:
         """The one multiplexed stream of this gateway. Its first message is empty: the stream is registered now,

@@ -18,7 +18,7 @@ from grpc_health.v1._async import HealthServicer
 from core import types as t
 from core.config import split_address
 from core.errors import ConfigError, InvalidRequest
-from core.handoff import ToHolder, ToReader
+from core.handoff import PairCheck, ToHolder, ToReader
 from core.ids import GatewayId, Incarnation
 from rpc.convert import TO_HOLDER, TO_READER, WORKER_MESSAGE, from_pb, to_pb
 from rpc.errors import ErrorInterceptor
@@ -81,6 +81,8 @@ class DecodeHandler(Protocol):
         self, gateway_id: GatewayId, gateway_incarnation: Incarnation, worker_incarnation: Incarnation
     ) -> AsyncGenerator[t.StepOutputs, None]:
         """The end of the iteration is the loss of the gateway: its requests are aborted."""
+
+    async def check_pair(self, prefill: t.WorkerAddress, worker_incarnation: Incarnation) -> PairCheck: ...
 
 
 class HandoffHandler(Protocol):
@@ -197,6 +199,10 @@ class _PrefillServicer(prefill_pb2_grpc.PrefillServicer):
 class _DecodeServicer(decode_pb2_grpc.DecodeServicer):
     def __init__(self, handler: DecodeHandler) -> None:
         self._handler = handler
+
+    async def CheckPair(self, request: decode_pb2.PairCheckRequest, context: _Context) -> Any:
+        prefill = from_pb(t.WorkerAddress, request.prefill)
+        return to_pb(await self._handler.check_pair(prefill, Incarnation(request.worker_incarnation)))
 
     async def Admit(self, request: decode_pb2.AdmitRequest, context: _Context) -> Any:
         return to_pb(await self._handler.admit(from_pb(t.AdmitRequest, request)))

@@ -117,6 +117,9 @@ class Backend(Protocol):
         """Where READ is the mode: bytes that came for this link through sockets of this process, so far. Far less than
         what was read, or the reads are emulated."""
 
+    def lane(self, link: Link) -> str:
+        """What carries the bytes of this link, as far as can be seen from here. For people."""
+
     def explain(self, link: Link) -> str:
         """Where reads are emulated: why, as far as can be seen from here. For people; may be empty."""
 

@@ -148,6 +148,9 @@ class InprocBackend:
     def socket_bytes(self, link: Link) -> int:
         return 0
 
+    def lane(self, link: Link) -> str:
+        return "memory"
+
     def explain(self, link: Link) -> str:
         return ""
 

@@ -206,6 +206,13 @@ class NixlBackend:
         assert isinstance(link, _NixlLink)
         return ucx.bytes_received(theirs=link.header.listeners, ours=self._listeners)
 
+    def lane(self, link: Link) -> str:
+        """What UCX has for such memory when it is not TCP; which of them it takes it tells nobody."""
+        assert isinstance(link, _NixlLink)
+        if link.header.host != ucx.host():
+            return "rdma"
+        return "cma" if set(link.header.devices.values()) == {"cpu"} else "cuda_ipc"
+
     def explain(self, link: Link) -> str:
         assert isinstance(link, _NixlLink)
         header = link.header

@@ -180,6 +180,9 @@ class ServedBackend:
         """Nothing is read here: the owner sends."""
         return 0
 
+    def lane(self, link: Link) -> str:
+        return self.name
+
     def explain(self, link: Link) -> str:
         return ""
 

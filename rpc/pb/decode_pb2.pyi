@@ -1,4 +1,5 @@
 from rpc.pb import common_pb2 as _common_pb2
+from rpc.pb import handoff_pb2 as _handoff_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -16,6 +17,14 @@ class AdmitVerdict(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 ADMIT_VERDICT_UNSPECIFIED: AdmitVerdict
 ADMIT_VERDICT_ACCEPTED: AdmitVerdict
 ADMIT_VERDICT_QUEUED: AdmitVerdict
+
+class PairCheckRequest(_message.Message):
+    __slots__ = ("worker_incarnation", "prefill")
+    WORKER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    worker_incarnation: int
+    prefill: _common_pb2.WorkerAddress
+    def __init__(self, worker_incarnation: _Optional[int] = ..., prefill: _Optional[_Union[_common_pb2.WorkerAddress, _Mapping]] = ...) -> None: ...
 
 class AdmitRequest(_message.Message):
     __slots__ = ("request", "handoff_id", "mode", "worker_incarnation", "prefill", "ticket")

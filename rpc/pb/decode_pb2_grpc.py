@@ -5,6 +5,7 @@ import warnings
 
 from rpc.pb import common_pb2 as rpc_dot_pb_dot_common__pb2
 from rpc.pb import decode_pb2 as rpc_dot_pb_dot_decode__pb2
+from rpc.pb import handoff_pb2 as rpc_dot_pb_dot_handoff__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -51,6 +52,11 @@ class DecodeStub:
                 request_serializer=rpc_dot_pb_dot_decode__pb2.OutputsRequest.SerializeToString,
                 response_deserializer=rpc_dot_pb_dot_decode__pb2.StepOutputs.FromString,
                 _registered_method=True)
+        self.CheckPair = channel.unary_unary(
+                '/baton.v1.Decode/CheckPair',
+                request_serializer=rpc_dot_pb_dot_decode__pb2.PairCheckRequest.SerializeToString,
+                response_deserializer=rpc_dot_pb_dot_handoff__pb2.PairCheck.FromString,
+                _registered_method=True)
 
 
 class DecodeServicer:
@@ -77,6 +83,13 @@ class DecodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CheckPair(self, request, context):
+        """For operators: handshake, canary and measurement of every link to a prefill worker, now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +107,11 @@ def add_DecodeServicer_to_server(servicer, server):
                     servicer.Outputs,
                     request_deserializer=rpc_dot_pb_dot_decode__pb2.OutputsRequest.FromString,
                     response_serializer=rpc_dot_pb_dot_decode__pb2.StepOutputs.SerializeToString,
+            ),
+            'CheckPair': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckPair,
+                    request_deserializer=rpc_dot_pb_dot_decode__pb2.PairCheckRequest.FromString,
+                    response_serializer=rpc_dot_pb_dot_handoff__pb2.PairCheck.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -178,6 +196,33 @@ class Decode:
             '/baton.v1.Decode/Outputs',
             rpc_dot_pb_dot_decode__pb2.OutputsRequest.SerializeToString,
             rpc_dot_pb_dot_decode__pb2.StepOutputs.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckPair(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Decode/CheckPair',
+            rpc_dot_pb_dot_decode__pb2.PairCheckRequest.SerializeToString,
+            rpc_dot_pb_dot_handoff__pb2.PairCheck.FromString,
             options,
             channel_credentials,
             insecure,

@@ -141,6 +141,46 @@ class PeerInfo(_message.Message):
     canary_digest: bytes
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., format: _Optional[_Union[KVFormat, _Mapping]] = ..., geometry: _Optional[_Union[KVGeometry, _Mapping]] = ..., link: _Optional[_Union[LinkInfo, _Mapping]] = ..., other_links: _Optional[_Iterable[_Union[LinkInfo, _Mapping]]] = ..., canary_digest: _Optional[bytes] = ...) -> None: ...
 
+class LinkMeasure(_message.Message):
+    __slots__ = ("backend", "mode", "lane", "is_used", "connect_s", "latency_s", "bytes_per_s", "memcpy_bytes_per_s", "slug", "message")
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    IS_USED_FIELD_NUMBER: _ClassVar[int]
+    CONNECT_S_FIELD_NUMBER: _ClassVar[int]
+    LATENCY_S_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    MEMCPY_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    SLUG_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    backend: str
+    mode: TransferMode
+    lane: str
+    is_used: bool
+    connect_s: float
+    latency_s: float
+    bytes_per_s: float
+    memcpy_bytes_per_s: float
+    slug: str
+    message: str
+    def __init__(self, backend: _Optional[str] = ..., mode: _Optional[_Union[TransferMode, str]] = ..., lane: _Optional[str] = ..., is_used: _Optional[bool] = ..., connect_s: _Optional[float] = ..., latency_s: _Optional[float] = ..., bytes_per_s: _Optional[float] = ..., memcpy_bytes_per_s: _Optional[float] = ..., slug: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class PairCheck(_message.Message):
+    __slots__ = ("prefill", "decode", "circuit", "circuit_why", "reason", "links")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    CIRCUIT_FIELD_NUMBER: _ClassVar[int]
+    CIRCUIT_WHY_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
+    prefill: str
+    decode: str
+    circuit: str
+    circuit_why: str
+    reason: str
+    links: _containers.RepeatedCompositeFieldContainer[LinkMeasure]
+    def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., circuit: _Optional[str] = ..., circuit_why: _Optional[str] = ..., reason: _Optional[str] = ..., links: _Optional[_Iterable[_Union[LinkMeasure, _Mapping]]] = ...) -> None: ...
+
 class Hello(_message.Message):
     __slots__ = ("peer",)
     PEER_FIELD_NUMBER: _ClassVar[int]

@@ -44,6 +44,9 @@ class CorruptingBackend:
     def socket_bytes(self, link: Link) -> int:
         return self._inner.socket_bytes(link)
 
+    def lane(self, link: Link) -> str:
+        return self._inner.lane(link)
+
     def explain(self, link: Link) -> str:
         return self._inner.explain(link)
 

@@ -62,9 +62,11 @@ class LocalCluster:
         make_backend: Callable[[str], Backend],
         *overrides: str,
         engines: Mapping[str, Engine] | None = None,
+        make_fallback: Callable[[str], Backend | None] = lambda worker_id: None,
     ) -> None:
         self.config: ClusterConfig = load_config(overrides=[*SETTINGS, *overrides], environ={})
         self._make_backend = make_backend
+        self._make_fallback = make_fallback
         self._engines = dict(engines or {})
         self._stack = AsyncExitStack()
         self.workers: dict[str, Worker] = {}
@@ -120,6 +122,7 @@ class LocalCluster:
             worker_id=WorkerId(worker_id),
             engine=engine,
             backend=self._make_backend(worker_id),
+            fallback=self._make_fallback(worker_id),
             make_role=make_role,
         )
         self.workers[worker_id] = worker
