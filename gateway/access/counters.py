@@ -9,7 +9,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from limits.aio.storage import MemoryStorage, RedisStorage
+from limits.aio.storage import RedisStorage
 
 from core.access_config import STORE_PASSWORD, AccessConfig
 from core.clock import Clock
@@ -18,7 +18,7 @@ from core.errors import ConfigError
 from gateway.access.errors import AccessUnknown, StoreAway
 from gateway.access.shared_tally import RENEW_S, SharedTally
 from gateway.access.tally import LocalTally, Tally
-from gateway.access.windows import Windows
+from gateway.access.windows import Memory, Windows
 
 log = logging.getLogger(__name__)
 
@@ -134,4 +134,4 @@ class CounterChoice:
 
 
 def local_counters(wall: Callable[[], float]) -> Counters:
-    return Counters(Windows(MemoryStorage(), wall), LocalTally(wall))
+    return Counters(Windows(Memory(), wall), LocalTally(wall))

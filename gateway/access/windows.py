@@ -9,14 +9,16 @@ it was taken from. The library's own strategies cannot give back; they are not u
 
 import asyncio
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from limits.aio.storage import Storage
+from limits.aio.storage import MemoryStorage, Storage
 
 PERIOD_S = 60
 KEPT_S = 3 * PERIOD_S
 """Of a counter's life: its own minute, the next one that still weighs it, and clocks that differ."""
+SWEEP_EVERY = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +34,36 @@ class Reading:
     """Nothing was taken: how long until it can be; None: it was taken (or only looked at)."""
 
 
+class Memory(MemoryStorage):
+    """The library's storage in memory, but for one thing: that looks for expired counters among all of them at each
+    step (2 ms with 10,000 keys, measured), this one at each `SWEEP_EVERY`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_steps = 0
+
+    async def incr(self, key: str, expiry: float, amount: int = 1) -> int:
+        now = time.time()
+        self._num_steps += 1
+        if self._num_steps % SWEEP_EVERY == 0:
+            self._forget(now)
+        if self.expirations.get(key, 0) <= now:
+            self.storage[key] = 0
+            self.expirations[key] = now + expiry
+        self.storage[key] += amount
+        return self.storage[key]
+
+    def _forget(self, now: float) -> None:
+        for key in [key for key, ends_at in self.expirations.items() if ends_at <= now]:
+            del self.expirations[key], self.storage[key]
+
+
 class Windows:
     """Raises what the storage raises."""
 
     def __init__(self, storage: Storage, wall: Callable[[], float]) -> None:
         self._storage = storage
+        self._is_local = isinstance(storage, MemoryStorage)
         self._wall = wall
 
     async def take(self, name: str, amount: int, limit: int) -> Reading:
@@ -48,7 +75,7 @@ class Windows:
         if amount == 0:
             now, before = await self._read(name, minute)
             return _reading(limit, now, before, minute, passed)
-        now, before = await asyncio.gather(
+        now, before = await self._both(
             self._storage.incr(f"{name}:{minute}", KEPT_S, amount), self._storage.get(f"{name}:{minute - 1}")
         )
         if _weight(now, before, passed) <= limit:
@@ -68,9 +95,13 @@ class Windows:
         return await self._storage.incr(f"{name}:{minute}", KEPT_S, amount)
 
     async def _read(self, name: str, minute: int) -> tuple[int, int]:
-        now, before = await asyncio.gather(
-            self._storage.get(f"{name}:{minute}"), self._storage.get(f"{name}:{minute - 1}")
-        )
+        return await self._both(self._storage.get(f"{name}:{minute}"), self._storage.get(f"{name}:{minute - 1}"))
+
+    async def _both(self, first: Awaitable[int], second: Awaitable[int]) -> tuple[int, int]:
+        """In one round trip to a server; in memory, tasks would cost more than they do."""
+        if self._is_local:
+            return await first, await second
+        now, before = await asyncio.gather(first, second)
         return now, before
 
     def _now(self) -> tuple[int, float]:

@@ -8,7 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from limits.aio.storage import MemoryStorage
 from redis.asyncio import Redis
 
 from core.access_config import AccessConfig
@@ -17,7 +16,7 @@ from gateway.access import shared_tally
 from gateway.access.counters import CounterChoice, Counters, SharedCounters, local_counters
 from gateway.access.errors import AccessUnknown
 from gateway.access.tally import REFRESH_S, Ask, Budget, LocalTally, Period, Verdict
-from gateway.access.windows import Windows
+from gateway.access.windows import Memory, Windows
 from tests.support.valkey import ValkeyServer
 
 NOON = 1_796_040_000.0
@@ -126,7 +125,7 @@ async def test_the_stricter_of_two_budgets_decides(pair: Pair, key_id: str) -> N
 async def test_in_memory_a_budget_is_read_anew_for_what_others_use() -> None:
     now = NOON
     tally = LocalTally(lambda: now)
-    counters = Counters(Windows(MemoryStorage(), wall), tally)
+    counters = Counters(Windows(Memory(), wall), tally)
     assert await opened(counters, ask("k", "1", tokens=10, day=100), spent=50) == Verdict()
     assert await opened(counters, ask("k", "2", tokens=10, day=100), spent=80) == Verdict(), "not asked yet"
     now += REFRESH_S + 1

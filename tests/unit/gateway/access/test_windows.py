@@ -8,15 +8,14 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from limits.aio.storage import MemoryStorage
 
-from gateway.access.windows import PERIOD_S, Windows
+from gateway.access.windows import PERIOD_S, Memory, Windows
 from tests.unit.gateway.access.conftest import Calendar
 
 
 def windows() -> tuple[Windows, Calendar]:
     calendar = Calendar()
-    return Windows(MemoryStorage(), calendar), calendar
+    return Windows(Memory(), calendar), calendar
 
 
 async def test_a_limit_is_used_up_and_the_wait_is_true() -> None:
@@ -73,6 +72,17 @@ async def test_takers_at_once_never_have_more_than_the_limit() -> None:
     rates, _ = windows()
     readings = await asyncio.gather(*(rates.take("k", 3, 100) for _ in range(80)))
     assert sum(reading.wait_s is None for reading in readings) == 33
+
+
+async def test_counters_that_are_over_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.access.windows.SWEEP_EVERY", 100)
+    memory = Memory()
+    for number in range(1000):
+        await memory.incr(f"k{number}", expiry=-1)
+    assert await memory.incr("kept", expiry=60, amount=5) == 5
+    assert await memory.incr("kept", expiry=60, amount=-2) == 3
+    assert len(memory.storage) <= 101
+    assert await memory.get("kept") == 3
 
 
 @settings(max_examples=60, deadline=None)
