@@ -161,5 +161,5 @@ def _application(generation: Generation, routes: Routes, access: Access) -> Fast
         methods.setdefault(path, []).append(method)
     for path, allowed in methods.items():
         app.router.routes.append(Route(path, Endpoint(path, key, method_not_allowed(", ".join(allowed)))))
-    app.router.routes.append(Route("/{rest:path}", Endpoint("other", key, not_found)))
+    app.router.default = Endpoint("other", key, not_found)  # a pattern would miss paths with a line break in them
     return app

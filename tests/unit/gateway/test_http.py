@@ -240,6 +240,7 @@ async def test_an_unforeseen_exception_is_a_500_that_tells_nothing(
         ("GET", "/nope", 404, "not_found"),
         ("GET", "//v1/models", 404, "not_found"),
         ("GET", "/docs", 404, "not_found"),
+        ("GET", "/v1/models/a\nb", 404, "not_found"),
         ("GET", "/v1/models/", 404, "model_not_found"),
         ("GET", "/v1/models/other", 404, "model_not_found"),
         ("GET", CHAT, 405, "method_not_allowed"),

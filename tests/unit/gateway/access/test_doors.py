@@ -36,6 +36,9 @@ CLOSED = [
     ("GET", "/health/"),
     ("GET", "/health/../v1/models"),
     ("GET", "/nothing"),
+    ("GET", "/no\nthing"),
+    ("GET", "/v1/models/a\nb"),
+    ("GET", ""),
 ]
 
 
@@ -54,7 +57,7 @@ async def test_bug_068_every_route_has_a_door(open_site: OpenSite) -> None:
     """Whatever route is added: without a key it answers 401, unless it is one of the open two."""
     async with open_site() as site:
         for route in site.gateway.paths:
-            path = route.replace("{name:path}", "m").replace("{key_id}", "0").replace("{rest:path}", "x")
+            path = route.replace("{name:path}", "m").replace("{key_id}", "0")
             for method in ("GET", "POST", "PUT", "DELETE", "PATCH"):
                 reply = await site.client.start(method, path, {}).end()
                 is_open = method == "GET" and path in ("/health", "/ready")
