@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 
 AWAY_PAUSE_S = 1.0
 RETRY_AFTER_S = 2.0
-MAX_CONNECTIONS = 64
+MAX_CONNECTIONS = 32
+"""Of one gateway. Calls beyond them wait, a fraction of a millisecond each."""
 T = TypeVar("T")
 
 
@@ -45,7 +46,7 @@ class SharedCounters(Counters):
 
     def __init__(self, config: AccessConfig, wall: Callable[[], float]) -> None:
         try:
-            from redis.asyncio import ConnectionPool, Redis
+            from redis.asyncio import BlockingConnectionPool, Redis
             from redis.asyncio.retry import Retry
             from redis.backoff import NoBackoff
             from redis.exceptions import RedisError
@@ -57,6 +58,7 @@ class SharedCounters(Counters):
         options: dict[str, Any] = {
             "password": read_secret(STORE_PASSWORD, config.limits_password_file),
             "max_connections": MAX_CONNECTIONS,
+            "timeout": config.store_timeout_s,
             "socket_timeout": config.store_timeout_s,
             "socket_connect_timeout": config.store_timeout_s,
             "retry": Retry(NoBackoff(), 0),
@@ -64,7 +66,7 @@ class SharedCounters(Counters):
         url = config.limits_store.replace("valkey", "redis", 1)
         self._failures = (RedisError, OSError)
         self._timeout_s = config.store_timeout_s
-        self._redis = Redis(connection_pool=ConnectionPool.from_url(url, **options))
+        self._redis = Redis(connection_pool=BlockingConnectionPool.from_url(url, **options))
         storage = RedisStorage(
             f"async+{url}",
             implementation="redispy",

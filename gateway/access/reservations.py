@@ -88,6 +88,7 @@ class Reservations:
         self._ledger = ledger
         self._wall = wall
         self._on_refusal = on_refusal
+        self._readings: dict[tuple[str, str], asyncio.Task[int | None]] = {}
         self._scope = TaskScope("reservations")
 
     async def close(self) -> None:
@@ -156,16 +157,25 @@ class Reservations:
         raise AccessUnknown("budgets cannot be checked at the moment; try again shortly", retry_after_s=1)
 
     async def _spent(self, key_id: str, budget: Budget) -> int | None:
-        """Tokens of the period by the database, into which this gateway's are written first. None: it is away, and that
-        is no reason to refuse."""
+        """Tokens of the period by the database, asked once for all who want to know. None: it is away, and that is no
+        reason to refuse."""
+        at = (key_id, budget.label)
+        reading = self._readings.get(at)
+        if reading is None:
+            reading = self._readings[at] = self._scope.spawn(self._read_spent(key_id, budget), name="read-budget")
+            reading.add_done_callback(lambda _: self._readings.pop(at))
+        num_tokens = await asyncio.shield(reading)
+        if num_tokens is None and not self._is_open_on_loss:
+            raise AccessUnknown("budgets cannot be checked at the moment; try again shortly", retry_after_s=1)
+        return num_tokens
+
+    async def _read_spent(self, key_id: str, budget: Budget) -> int | None:
         try:
-            await self._ledger.flush()
+            await self._ledger.flush()  # what this gateway has not written yet counts too
             return await self._store.num_tokens(UsageFilter(key_id=key_id, since=budget.label, until=budget.last_day))
         except StoreAway as error:
             log.warning("budget not read", extra={"reason": str(error), "key_id": key_id})
-            if self._is_open_on_loss:
-                return None
-            raise AccessUnknown("budgets cannot be checked at the moment; try again shortly", retry_after_s=1) from None
+            return None
 
     def _raise_for(self, key: KeyRecord, verdict: Verdict) -> None:
         if verdict.has_too_many_streams:

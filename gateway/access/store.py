@@ -24,6 +24,8 @@ from gateway.access.errors import StoreAway
 from gateway.access.keys import KeyRecord, KeyTerms, hash_secret, key_text, new_key
 from gateway.access.tables import SCHEMA_VERSION, keys, metadata, schema, usage, writers
 
+NAME = "the database of API keys"
+AWAY_PAUSE_S = 1.0
 MAX_CONNECTIONS = 4
 MAX_ROWS = 500
 """Of one statement: both databases bound its parameters."""
@@ -66,6 +68,7 @@ class AccessStore:
     def __init__(self, engine: AsyncEngine, timeout_s: float) -> None:
         self._engine = engine
         self._timeout_s = timeout_s
+        self._away_until = 0.0
         self._is_postgresql = engine.dialect.name == "postgresql"
 
     @classmethod
@@ -101,6 +104,7 @@ class AccessStore:
             except StoreAway as error:
                 if SQLITE_BUSY not in error.reason or time.monotonic() > ends_at:
                     raise
+                self._away_until = 0.0
             await asyncio.sleep(PAUSE_S)
 
     async def _prepare(self) -> None:
@@ -123,15 +127,20 @@ class AccessStore:
 
     @asynccontextmanager
     async def _transaction(self) -> AsyncIterator[AsyncConnection]:
-        """All or nothing, in bounded time."""
+        """All or nothing, in bounded time. A database that failed is left alone for a moment: calls in line behind a
+        slow one do not wait their time each."""
+        if time.monotonic() < self._away_until:
+            raise StoreAway(NAME, "it did not a moment ago")
         try:
             async with asyncio.timeout(self._timeout_s), self._engine.begin() as connection:
                 yield connection
         except TimeoutError:
-            raise StoreAway("the database of API keys", f"no answer within {self._timeout_s:g} s") from None
+            self._away_until = time.monotonic() + AWAY_PAUSE_S
+            raise StoreAway(NAME, f"no answer within {self._timeout_s:g} s") from None
         except (SQLAlchemyError, OSError) as error:
+            self._away_until = time.monotonic() + AWAY_PAUSE_S
             cause = getattr(error, "orig", None) or error
-            raise StoreAway("the database of API keys", f"{type(cause).__name__}: {cause}") from error
+            raise StoreAway(NAME, f"{type(cause).__name__}: {cause}") from error
 
     # -- keys ---------------------------------------------------------------------------------------------------------
 

@@ -150,6 +150,15 @@ async def test_rates_are_counted_together_and_given_back(pair: Pair, key_id: str
 
 
 @pytest.mark.processes
+async def test_a_crowd_waits_for_connections_and_is_counted(server: ValkeyServer, key_id: str) -> None:
+    shared = SharedCounters(AccessConfig(limits_store=server.url, store_timeout_s=30), wall)
+    choice = CounterChoice(local=local_counters(wall), shared=shared, is_open_on_loss=False, clock=ManualClock())
+    work = [choice.run(lambda counters: counters.windows.take(key_id, 1, 400)) for _ in range(600)]
+    assert sum(reading.wait_s is None for reading in await asyncio.gather(*work)) == 400
+    await shared.close()
+
+
+@pytest.mark.processes
 async def test_the_running_requests_of_a_gateway_that_died_end_by_themselves(
     server: ValkeyServer, key_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

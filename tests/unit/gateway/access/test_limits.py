@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sqlite3
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -216,6 +219,24 @@ async def test_a_budget_counts_what_other_gateways_wrote(open_site: OpenSite) ->
         assert code(reply) == (429, "insufficient_quota")
         assert (await site.ask(headers, max_tokens=100 - 2 * PROMPT - ANSWER)).status == 200
         assert {row.key_id for row in await site.usage()} == {key.key_id}
+
+
+@pytest.mark.parametrize(("on_loss", "status"), [("open", 200), ("closed", 503)])
+async def test_a_crowd_before_a_database_that_hangs_waits_once(
+    open_site: OpenSite, tmp_path: Path, on_loss: str, status: int
+) -> None:
+    async with open_site(on_store_loss=on_loss, database_timeout_s=0.3, usage_flush_s=60) as site:
+        first, second = await site.key(), await site.key(tokens_per_day=100_000)
+        assert (await site.ask(first)).status == 200, "its usage waits to be written"
+        assert (await site.client.get("/v1/models", headers=second)).status == 200
+        blocker = sqlite3.connect(tmp_path / "keys.db", isolation_level=None)
+        blocker.execute("BEGIN IMMEDIATE")
+        began_at = time.monotonic()
+        replies = await asyncio.gather(*(site.ask(second) for _ in range(100)))
+        assert time.monotonic() - began_at < 100 * 0.3 / 2
+        blocker.close()
+    assert {reply.status for reply in replies} == {status}
+    assert all("retry-after" in reply.headers for reply in replies if status == 503)
 
 
 async def test_a_request_that_leaves_while_it_reserves_leaves_nothing(open_site: OpenSite) -> None:

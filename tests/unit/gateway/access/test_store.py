@@ -27,14 +27,17 @@ async def test_tables_of_another_version_are_refused(tmp_path: Path) -> None:
 
 async def test_a_locked_database_is_a_bounded_wait(tmp_path: Path) -> None:
     config = AccessConfig(database=str(tmp_path / "keys.db"), database_timeout_s=0.2)
-    store = await AccessStore.open(config)
+    store, reader = await AccessStore.open(config), await AccessStore.open(config)
     blocker = sqlite3.connect(tmp_path / "keys.db", isolation_level=None)
     blocker.execute("BEGIN IMMEDIATE")
     try:
         async with asyncio.timeout(20):
             with pytest.raises(StoreAway):
                 await store.create_key(KeyTerms(tenant="a"))
-            assert await store.list_keys() == [], "readers do not wait for the writer"
+            with pytest.raises(StoreAway, match="a moment ago"):
+                await store.list_keys()  # at once
+            assert await reader.list_keys() == [], "readers do not wait for the writer"
     finally:
         blocker.close()
         await store.close()
+        await reader.close()
