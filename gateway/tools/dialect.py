@@ -45,8 +45,14 @@ class Dialect:
     """The template shows tools, calls and results in that format."""
     traits: TemplateTraits = field(default_factory=partial(TemplateTraits, has_system=True))
     has_reasoning: bool = False
-    special_marks: frozenset[int] = frozenset()
-    """Marks that are special tokens: their text must be seen although that of others is left out."""
+    special_call_marks: frozenset[int] = frozenset()
+    special_reasoning_marks: frozenset[int] = frozenset()
+    """Marks that are special tokens: their text must be seen although that of others is left out, and no grammar can
+    ask for them."""
+
+    @property
+    def special_marks(self) -> frozenset[int]:
+        return self.special_call_marks | self.special_reasoning_marks
 
 
 def dialect_of(
@@ -65,15 +71,19 @@ def dialect_of(
     found = _format_of(source, tokenizer) if tool_format == "auto" else ToolFormat(tool_format)
     has_reasoning = _has_reasoning(source, tokenizer) if reasoning == "auto" else reasoning == "think"
     written = found if found is not None and knows_tools else ToolFormat.HERMES
-    marks = _MARKS[written] + (ReasoningParser.marks if has_reasoning else ())
-    ids = (tokenizer.added_id(mark) for mark in marks)
     return Dialect(
         format=written,
         is_taught=found is not None and knows_tools,
         traits=traits,
         has_reasoning=has_reasoning,
-        special_marks=frozenset(one for one in ids if one is not None and tokenizer.is_special(one)),
+        special_call_marks=_special(_MARKS[written], tokenizer),
+        special_reasoning_marks=_special(ReasoningParser.marks if has_reasoning else (), tokenizer),
     )
+
+
+def _special(marks: tuple[str, ...], tokenizer: Tokenizer) -> frozenset[int]:
+    ids = (tokenizer.added_id(mark) for mark in marks)
+    return frozenset(one for one in ids if one is not None and tokenizer.is_special(one))
 
 
 def _format_of(source: str, tokenizer: Tokenizer) -> ToolFormat | None:

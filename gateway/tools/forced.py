@@ -5,6 +5,7 @@ for every model: a grammar cannot ask for marks that are special tokens.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import orjson
 
@@ -63,38 +64,75 @@ def _moved(schema: object, root: str) -> object:
 
 # -- calls that the model chooses to make -----------------------------------------------------------------------------
 
-_WRITTEN: Mapping[ToolFormat, tuple[str, str, str]] = {
-    ToolFormat.HERMES: ("<tool_call>", '<tool_call>\n{"name": %s, "arguments": ', "}\n</tool_call>"),
-    ToolFormat.LLAMA3: ('{"name": ', '{"name": %s, "parameters": ', "}"),
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How a model writes calls as text that a grammar can ask for."""
+
+    trigger: str
+    """What makes a call of a text."""
+    begin: str
+    end: str
+    separator: str
+
+
+_FORMS: Mapping[ToolFormat, _Form] = {
+    ToolFormat.HERMES: _Form("<tool_call>", '<tool_call>\n{"name": "%s", "arguments": ', "}\n</tool_call>", "\n"),
+    ToolFormat.LLAMA3: _Form('{"name": ', '{"name": "%s", "parameters": ', "}", "; "),
 }
-"""What makes a call of text, how a call begins, and how it ends."""
 
 
-def strict_calls(
-    tools: Sequence[ChatTool], places: Sequence[str], is_strict: Sequence[bool], dialect: Dialect, *, parallel: bool
-) -> GrammarSource:
-    """Free text in which whatever begins as a call goes on as one, its arguments by the schema of a strict tool.
-    Raises InvalidRequest where the model's calls are marked by special tokens."""
-    written = _WRITTEN.get(dialect.format)
-    if written is None or dialect.special_marks:
-        first = is_strict.index(True)
-        raise InvalidRequest(
-            f"tool '{tools[first].name}': 'strict' can be promised for this model's calls only where they are forced: "
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenCalls:
+    """Calls that the model may make or leave."""
+
+    tools: Sequence[ChatTool]
+    places: Sequence[str]
+    is_strict: Sequence[bool]
+    dialect: Dialect
+    parallel: bool
+
+    def in_text(self) -> GrammarSource | None:
+        """If any tool is strict: free text in which whatever begins as a call goes on as one, its arguments by the
+        schema of a strict tool. Raises InvalidRequest where calls are marked by special tokens."""
+        if not any(self.is_strict):
+            return None
+        first = self.is_strict.index(True)
+        form = self._form(
+            f"tool '{self.tools[first].name}': 'strict' can be promised for this model only where calls are forced: "
             "use tool_choice 'required', or leave 'strict' out",
-            param=f"{places[first]}.function.strict",
-            code="unsupported_parameter",
+            f"{self.places[first]}.function.strict",
         )
-    trigger, begin, end = written
-    tags = [
-        {
-            "type": "tag",
-            "begin": begin % f'"{tool.name}"',
-            "content": {"type": "json_schema", "json_schema": _arguments(tool, place) if strict else _ANY},
-            "end": end,
-        }
-        for tool, place, strict in zip(tools, places, is_strict, strict=True)
-    ]
-    return _tag({"type": "triggered_tags", "triggers": [trigger], "tags": tags, "stop_after_first": not parallel})
+        calls = {"tags": self._tags(form), "stop_after_first": not self.parallel}
+        return _tag({"type": "triggered_tags", "triggers": [form.trigger], **calls})
+
+    def or_answer(self, answer: GrammarSource) -> GrammarSource:
+        """Calls and nothing else, or an answer that follows its own grammar."""
+        form = self._form(
+            "'tools': this model's calls cannot stand beside a format for the answer: leave one out, or use "
+            "tool_choice 'none' or 'required'",
+            "tools",
+        )
+        calls = {"tags": self._tags(form), "stop_after_first": not self.parallel}
+        listed = {"type": "tags_with_separator", "separator": form.separator, "at_least_one": True, **calls}
+        return _tag({"type": "or", "elements": [listed, _format(answer)]})
+
+    def _form(self, refusal: str, param: str) -> _Form:
+        form = _FORMS.get(self.dialect.format)
+        if form is None or self.dialect.special_call_marks:
+            raise InvalidRequest(refusal, param=param, code="unsupported_parameter")
+        return form
+
+    def _tags(self, form: _Form) -> list[object]:
+        return [
+            {
+                "type": "tag",
+                "begin": form.begin % tool.name,
+                "content": {"type": "json_schema", "json_schema": _arguments(tool, place) if strict else _ANY},
+                "end": form.end,
+            }
+            for tool, place, strict in zip(self.tools, self.places, self.is_strict, strict=True)
+        ]
 
 
 # -- behind reasoning -------------------------------------------------------------------------------------------------

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from core.config import LimitsConfig
 from core.errors import InvalidRequest
-from core.grammar import GrammarSource
+from core.grammar import MAX_SOURCE_BYTES, GrammarSource
 from gateway.tools.bodies import MAX_DEPTH, ToolBody, is_shallow
 from gateway.tools.dialect import Dialect
-from gateway.tools.forced import MAX_FORCED_CALLS, behind_reasoning, call_list, strict_calls
+from gateway.tools.forced import MAX_FORCED_CALLS, ChosenCalls, behind_reasoning, call_list
 from gateway.tools.output import OutputRules
 from modelfiles import ChatTool
 
@@ -24,8 +24,10 @@ class Plan:
     parallel: bool = True
     variables: Mapping[str, object]
     """For the template."""
-    grammar: GrammarSource | None = None
-    """What forces calls, or the schemas of those that the model chooses to make."""
+    forced: GrammarSource | None = None
+    """Calls that must be made."""
+    chosen: ChosenCalls | None = None
+    """Calls that the model may make."""
     rules: OutputRules
     """Silent about the prompt's end, which is not known yet."""
 
@@ -44,28 +46,35 @@ class Plan:
         return replace(self, rules=rules)
 
     def constrained(self, asked: str, dialect: Dialect, *, ignores_eos: bool) -> str:
-        """The grammar of the whole answer: `asked` (empty: none) or the plan's own, behind the reasoning if there may
-        be any. Raises InvalidRequest."""
-        own = self.grammar
-        if asked and self.rules.tools:
-            raise _refuse(
-                "tools", "an answer cannot both call tools and follow a format: leave one out, or say tool_choice none"
-            )
-        if not asked and own is None:
+        """The grammar of the whole answer: `asked` (empty: none) and that of the calls, behind the reasoning if there
+        may be any. Raises InvalidRequest."""
+        source, param = self._source(asked)
+        if source is None:
             return ""
-        if own is not None and ignores_eos:
+        if ignores_eos:
             raise _refuse("ignore_eos", "cannot be used where calls follow a grammar: it says where the answer ends")
-        source = own if own is not None else GrammarSource.decode(asked)
-        if not self.rules.has_reasoning:
-            return source.encode()
-        if dialect.special_marks:
-            if not self.rules.is_reasoning_open:
-                return source.encode()
-            raise _refuse(
-                "tool_choice" if own is not None else "response_format",
-                "this model's reasoning cannot be followed by a grammar; turn it off (reasoning_effort none)",
-            )
-        return behind_reasoning(source, is_open=self.rules.is_reasoning_open).encode()
+        if self.rules.has_reasoning:
+            if not dialect.special_reasoning_marks:
+                source = behind_reasoning(source, is_open=self.rules.is_reasoning_open)
+            elif self.rules.is_reasoning_open:
+                raise _refuse(
+                    param, "this model's reasoning cannot be followed by a grammar; turn it off (reasoning_effort none)"
+                )
+        encoded = source.encode()
+        if len(encoded.encode()) > MAX_SOURCE_BYTES:
+            raise _refuse(param, f"the schemas are too large together: at most {MAX_SOURCE_BYTES} bytes")
+        return encoded
+
+    def _source(self, asked: str) -> tuple[GrammarSource | None, str]:
+        """The grammar of what follows the reasoning, and the member that asked for it."""
+        answer = GrammarSource.decode(asked) if asked else None
+        if self.forced is not None:
+            if answer is not None:
+                raise _refuse("tool_choice", "an answer cannot both call a tool and follow a format: leave one out")
+            return self.forced, "tools"
+        if self.chosen is None:
+            return answer, "response_format"
+        return self.chosen.in_text() if answer is None else self.chosen.or_answer(answer), "tools"
 
 
 def plan_of(
@@ -94,14 +103,13 @@ def plan_of(
     )
     plan = replace(plan, tools=tools, rules=rules)
     if mode == "required":
-        return replace(plan, grammar=call_list(tools, places, max_calls=max_calls))
+        return replace(plan, forced=call_list(tools, places, max_calls=max_calls))
     if mode == "function":
         index = _named(body, tools)
-        return replace(plan, grammar=call_list([tools[index]], [places[index]], max_calls=1))
+        return replace(plan, forced=call_list([tools[index]], [places[index]], max_calls=1))
     is_strict = [bool(tool.function.strict) for tool in body.tools or ()]
-    if any(is_strict):
-        return replace(plan, grammar=strict_calls(tools, places, is_strict, dialect, parallel=plan.parallel))
-    return plan
+    chosen = ChosenCalls(tools=tools, places=places, is_strict=is_strict, dialect=dialect, parallel=plan.parallel)
+    return replace(plan, chosen=chosen)
 
 
 def _named(body: "ChatBody | TokenizeBody", tools: Sequence[ChatTool]) -> int:

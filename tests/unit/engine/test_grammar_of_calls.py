@@ -8,10 +8,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from core.grammar import GrammarSource
+from core.grammar import GrammarKind, GrammarSource
 from engine.grammar import _grammar_of
-from gateway.tools.dialect import Dialect
-from gateway.tools.forced import behind_reasoning, call_list, strict_calls
+from gateway.tools.dialect import Dialect, ToolFormat
+from gateway.tools.forced import ChosenCalls, behind_reasoning, call_list
 from modelfiles import ChatTool
 
 TREE: dict[str, Any] = {
@@ -70,6 +70,10 @@ def test_numbers_behind_references_are_bounded() -> None:
     assert [accepts(source, text) for text in texts] == [True, False]
 
 
+def chosen(is_strict: list[bool], *, parallel: bool = True, form: ToolFormat = ToolFormat.HERMES) -> ChosenCalls:
+    return ChosenCalls(tools=TOOLS, places=PLACES, is_strict=is_strict, dialect=Dialect(format=form), parallel=parallel)
+
+
 @pytest.mark.parametrize(
     ("text", "is_accepted"),
     [
@@ -82,11 +86,29 @@ def test_numbers_behind_references_are_bounded() -> None:
 )
 @pytest.mark.parametrize("parallel", [True, False])
 def test_strict_calls_are_bound_inside_free_text(text: str, is_accepted: bool, parallel: bool) -> None:
-    source = strict_calls(TOOLS, PLACES, [True, False, False], Dialect(), parallel=parallel)
+    source = chosen([True, False, False], parallel=parallel).in_text()
+    assert source is not None
     assert accepts(source, text.rstrip() if not parallel else text) is is_accepted
     twice = f"{text.rstrip()}\n{text.rstrip()}"
     if is_accepted and "<tool_call>" in text:
         assert accepts(source, twice) is parallel
+
+
+@pytest.mark.parametrize(
+    ("form", "one"),
+    [
+        (ToolFormat.HERMES, '<tool_call>\n{"name": "any", "arguments": {"x": 1}}\n</tool_call>'),
+        (ToolFormat.LLAMA3, '{"name": "any", "parameters": {"x": 1}}'),
+    ],
+)
+def test_calls_stand_beside_an_answer_of_its_own_form(form: ToolFormat, one: str) -> None:
+    number = GrammarSource(kind=GrammarKind.JSON_SCHEMA, source='{"type": "integer"}')
+    separator = "; " if form is ToolFormat.LLAMA3 else "\n"
+    several = chosen([False] * 3, form=form).or_answer(number)
+    texts = [one, one + separator + one, "5", "", "no number", one + "5", "5" + one, one.replace("any", "nobody")]
+    assert [accepts(several, text) for text in texts] == [True, True, True, *[False] * 5]
+    single = chosen([False] * 3, form=form, parallel=False).or_answer(number)
+    assert [accepts(single, text) for text in texts[:3]] == [True, False, True]
 
 
 @pytest.mark.parametrize(
@@ -101,8 +123,6 @@ def test_strict_calls_are_bound_inside_free_text(text: str, is_accepted: bool, p
 )
 def test_what_follows_reasoning_follows_the_grammar(text: str, with_open: bool, without_open: bool) -> None:
     """Where the prompt has opened the block the answer may say `<think>` again: that is a thought."""
-    from core.grammar import GrammarKind
-
     source = GrammarSource(
         kind=GrammarKind.JSON_SCHEMA, source='{"type": "array", "items": {"const": 1}, "minItems": 1}'
     )

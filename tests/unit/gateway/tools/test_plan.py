@@ -40,7 +40,7 @@ def nested(depth: int) -> dict[str, Any]:
 
 
 def grammar(template: str = templates.HERMES, marks: tuple[str, ...] = (), **more: Any) -> GrammarSource | None:
-    model = served_model(marked_tokenizer(*marks, special=True), template=template, max_context=4000)
+    model = served_model(marked_tokenizer(*marks, special=True), template=template, max_context=200_000)
     raw = json.dumps({"model": "m", "messages": [HI], **more}).encode()
     source = chat_job(parse_body(ChatBody, raw), model, LIMITS).sampling.grammar
     return GrammarSource.decode(source) if source else None
@@ -77,9 +77,10 @@ def grammar(template: str = templates.HERMES, marks: tuple[str, ...] = (), **mor
         ({"tools": [], "tool_choice": named("w")}, "tool_choice", "needs 'tools'"),
         ({"tool_choice": "auto"}, None, ""),
         ({"tools": [tool()], "parallel_tool_calls": "no"}, "parallel_tool_calls", ""),
-        ({"tools": [tool()], "response_format": {"type": "json_object"}}, "tools", "tool_choice none"),
+        ({"tools": [tool()], "response_format": {"type": "json_object"}}, None, ""),
+        ({"tools": [tool()], "response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos", ""),
         ({"tools": [tool()], "tool_choice": "none", "response_format": {"type": "json_object"}}, None, ""),
-        ({"tools": [tool()], **REQUIRED, "structured_outputs": {"regex": "a"}}, "tools", ""),
+        ({"tools": [tool()], **REQUIRED, "structured_outputs": {"regex": "a"}}, "tool_choice", "format"),
         ({"tools": [tool()], **REQUIRED, "ignore_eos": True}, "ignore_eos", "grammar"),
         ({"functions": [{"name": "w"}]}, "functions", "use 'tools'"),
         ({"function_call": {"name": "w"}}, "function_call", "use 'tool_choice'"),
@@ -184,6 +185,27 @@ def test_strict_tools_bind_calls_that_the_model_chooses_to_make() -> None:
     assert schemas == [{**CITY, "additionalProperties": False}, {"type": "object", "additionalProperties": True}]
     with pytest.raises(InvalidRequest, match="tool 'w': 'strict'"):
         grammar(templates.MISTRAL, ("[TOOL_CALLS]",), tools=[tool("w", strict=True)])
+    # Special marks of reasoning are in nobody's way.
+    offered = [tool("w", strict=True), tool("v")]
+    assert grammar(templates.REASONING, ("<think>", "</think>"), tools=offered) == source
+
+
+def test_an_answer_is_calls_or_follows_its_format() -> None:
+    source = grammar(tools=[tool("w", strict=True), tool("v")], response_format={"type": "json_object"})
+    assert source is not None
+    calls, answer = json.loads(source.source)["format"]["elements"]
+    assert (calls["type"], calls["at_least_one"], answer["type"]) == ("tags_with_separator", True, "json_schema")
+    with pytest.raises(InvalidRequest, match="cannot stand beside a format") as refusal:
+        grammar(templates.MISTRAL, ("[TOOL_CALLS]",), tools=[tool()], response_format={"type": "json_object"})
+    assert refusal.value.param == "tools"
+
+
+def test_schemas_that_are_too_large_together_are_refused() -> None:
+    wide = {"type": "object", "properties": {f"p{index}": {"enum": ["x" * 3000]} for index in range(24)}}
+    with pytest.raises(InvalidRequest, match="too large together") as refusal:
+        grammar(tools=[tool(parameters=wide)], **REQUIRED)
+    assert refusal.value.param == "tools"
+    assert grammar(tools=[tool(parameters={"type": "object"})], **REQUIRED) is not None
 
 
 @pytest.mark.parametrize(
