@@ -39,7 +39,7 @@ soak: $(stamp)
 	@$(BIN)/python -m pytest -m 'not gpu' $(ARGS)
 
 # Every bench runs, whatever the others find; the target fails when one missed its bar.
-BENCHES := bench bench.handoff bench.tcp_link bench.prefix_cache bench.cpu_engine
+BENCHES := bench bench.handoff bench.tcp_link bench.prefix_cache bench.cpu_engine bench.gateway
 bench: $(stamp)
 	@failed=; for each in $(BENCHES); do echo "== $$each"; $(BIN)/python -m $$each || failed="$$failed $$each"; done; \
 	  test -z "$$failed" || { echo "missed a bar:$$failed" >&2; exit 1; }

@@ -159,6 +159,8 @@ class LimitsConfig(_Section):
     body_timeout_s: float = Field(default=30, gt=0)
     request_timeout_s: float = Field(default=600, gt=0)
     """Deadline of a request, all attempts together."""
+    slow_reader_s: float = Field(default=30, gt=0)
+    """How long the client of a stream may read nothing while there is more for it; then its request is aborted."""
     max_attempts: int = Field(default=4, ge=1, le=100)
     max_requests: int = Field(default=1024, ge=1)
     """Requests one gateway process works on at once; more are refused."""

@@ -206,11 +206,26 @@ class AttemptAccepted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlainTokens:
+    """Tokens that are nothing but tokens, by columns: most of a step, at a fraction of the cost of chunks.
+
+    A key stands for (request, attempt, choice): ``AdmitRequest.stream_key`` plus the number of the choice. Otherwise an
+    entry is a chunk of one token.
+    """
+
+    keys: tuple[int, ...] = ()
+    indexes: tuple[int, ...] = ()
+    """As ``TokenChunk.first_index``."""
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutputs:
-    """One message for one step: everything that a decode worker has for one gateway."""
+    """One message for one step: everything that a decode worker has for one gateway. Plain tokens precede chunks."""
 
     age_s: float = 0.0
     """Seconds between the end of the step and the moment this message was sent."""
+    plain: PlainTokens | None = None
     chunks: tuple[TokenChunk, ...] = ()
     failed: tuple[AttemptFailed, ...] = ()
     accepted: tuple[AttemptAccepted, ...] = ()
@@ -298,6 +313,9 @@ class AdmitRequest:
     """Whom the placement meant; another incarnation refuses with StaleIncarnation."""
     prefill: WorkerAddress | None = None
     ticket: bytes = b""
+    stream_key: int = 0
+    """The gateway's name for the first choice of this attempt in `PlainTokens`, the others follow: never used again by
+    this incarnation. 0: it wants chunks only."""
 
 
 class AdmitVerdict(StrEnum):

@@ -1,7 +1,8 @@
 """Token streaming: one outbox for each gateway, one message for each step, whatever is pending coalesced.
 
 The step loop never waits for a reader: it hands results over and goes on. While a gateway is behind, chunks of the same
-choice are merged, so what is pending is bounded by the answers themselves.
+choice are merged, so what is pending is bounded by the answers themselves. Tokens that are nothing but tokens are
+columns; those of a choice that has a chunk waiting join it, because chunks are read after the columns.
 """
 
 import asyncio
@@ -10,7 +11,10 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 from core.ids import GatewayId, Incarnation, RequestId
-from core.types import AttemptAccepted, AttemptFailed, StepOutputs, TokenChunk
+from core.types import AttemptAccepted, AttemptFailed, PlainTokens, StepOutputs, TokenChunk
+
+ChoiceKey = tuple[RequestId, int, int]
+"""(request, attempt, choice)."""
 
 
 class Outbox:
@@ -19,9 +23,12 @@ class Outbox:
     def __init__(self, gateway_id: GatewayId, incarnation: Incarnation) -> None:
         self.gateway_id = gateway_id
         self.incarnation = incarnation
-        self._chunks: dict[tuple[RequestId, int, int], TokenChunk] = {}
+        self._chunks: dict[ChoiceKey, TokenChunk] = {}
         self._failed: list[AttemptFailed] = []
         self._accepted: list[AttemptAccepted] = []
+        self._keys: list[int] = []
+        self._indexes: list[int] = []
+        self._token_ids: list[int] = []
         self._since: float | None = None
         self._wake = asyncio.Event()
         self._closed = False
@@ -34,6 +41,22 @@ class Outbox:
         self._since = stepped_at if self._since is None else self._since
         self._wake.set()
 
+    def put_token(self, key: int, choice: ChoiceKey, index: int, token_id: int, *, stepped_at: float) -> None:
+        """``key`` is the gateway's name for the choice."""
+        if choice in self._chunks:
+            request_id, attempt, number = choice
+            chunk = TokenChunk(
+                request_id=request_id, choice=number, attempt=attempt, first_index=index, token_ids=(token_id,)
+            )
+            self.put_chunk(chunk, stepped_at=stepped_at)
+            return
+        self._keys.append(key)
+        self._indexes.append(index)
+        self._token_ids.append(token_id)
+        if self._since is None:
+            self._since = stepped_at
+        self._wake.set()
+
     def put_failed(self, failed: AttemptFailed) -> None:
         self._failed.append(failed)
         self._wake.set()
@@ -43,7 +66,7 @@ class Outbox:
         self._wake.set()
 
     def drop(self, request_id: RequestId, attempt: int) -> None:
-        """Nobody wants the rest of this attempt."""
+        """Nobody wants the rest of this attempt. (Its plain tokens go to a name that nobody listens to.)"""
         for key in [key for key in self._chunks if key[:2] == (request_id, attempt)]:
             del self._chunks[key]
 
@@ -58,7 +81,7 @@ class Outbox:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            if self._chunks or self._failed or self._accepted:
+            if self._keys or self._chunks or self._failed or self._accepted:
                 yield self._take()
             elif self._closed:
                 return
@@ -69,10 +92,14 @@ class Outbox:
         age_s = 0.0 if self._since is None else max(0.0, time.monotonic() - self._since)
         outputs = StepOutputs(
             age_s=age_s,
+            plain=PlainTokens(keys=tuple(self._keys), indexes=tuple(self._indexes), token_ids=tuple(self._token_ids))
+            if self._keys
+            else None,
             chunks=tuple(self._chunks.values()),
             failed=tuple(self._failed),
             accepted=tuple(self._accepted),
         )
+        self._keys, self._indexes, self._token_ids = [], [], []
         self._chunks, self._failed, self._accepted, self._since = {}, [], [], None
         return outputs
 

@@ -328,7 +328,11 @@ class DecodeRole:
             self._scope.spawn(self._stop_choice(output.sequence), name="choice-unread")
         if output.sequence.is_kept:
             self._scope.spawn(self._fork(admission, is_over=is_over), name="fork")
-        if outbox is not None:
+        stream_key = admission.asked.stream_key
+        if outbox is not None and stream_key and not is_over and not output.logprobs and not output.prompt_logprobs:
+            name = (admission.key.request_id, admission.key.attempt, choice)
+            outbox.put_token(stream_key + choice, name, output.index, output.token_id, stepped_at=ended_at)
+        elif outbox is not None:
             outbox.put_chunk(
                 TokenChunk(
                     request_id=admission.key.request_id,

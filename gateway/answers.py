@@ -39,6 +39,7 @@ class Part:
         "head",
         "index",
         "is_open",
+        "keeps_tokens",
         "logprobs",
         "offsets",
         "prompt_index",
@@ -47,7 +48,9 @@ class Part:
         "token_ids",
     )
 
-    def __init__(self, index: int, prompt_index: int) -> None:
+    def __init__(self, index: int, prompt_index: int, *, keeps_tokens: bool) -> None:
+        self.keeps_tokens = keeps_tokens
+        """Ids or log probabilities are part of the answer."""
         self.index = index
         self.prompt_index = prompt_index
         self.is_open = False
@@ -64,9 +67,10 @@ class Part:
     def add(self, delta: TextDelta) -> None:
         if delta.text:
             self.texts.append(delta.text)
-        self.token_ids += delta.token_ids
-        self.logprobs += delta.logprobs
-        self.offsets += delta.offsets
+        if self.keeps_tokens:
+            self.token_ids += delta.token_ids
+            self.logprobs += delta.logprobs
+            self.offsets += delta.offsets
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
@@ -93,7 +97,11 @@ class Answer:
         self._tokenizer = job.model.tokenizer
         self._id = f"{self.id_prefix}{request_id}"
         self._created = int(time.time())
-        self.parts = [Part(index, index // job.sampling.n) for index in range(len(job.prompts) * job.sampling.n)]
+        keeps_tokens = job.return_token_ids or job.num_logprobs is not None
+        self.parts = [
+            Part(index, index // job.sampling.n, keeps_tokens=keeps_tokens)
+            for index in range(len(job.prompts) * job.sampling.n)
+        ]
         self.runs: Sequence[Run] = ()
         """One for each prompt; set before anything is taken."""
         self.timing: Callable[[Run], Fields] | None = None

@@ -64,6 +64,28 @@ class Attempt:
         for first in ready:
             self._accept(self._chunk_of(first))
 
+    def take_token(self, number: int, index: int, token_id: int) -> bool:
+        """A token from D that is nothing but a token: most are. Whether its choice has ended."""
+        choice = self._choices.get(number)
+        if (
+            choice is None
+            or choice.finish_reason is not None
+            or index != len(choice.accepted)
+            or not self._has_decode_chunk
+        ):
+            chunk = t.TokenChunk(
+                request_id=self.run.request.request_id,
+                choice=number,
+                attempt=self.number,
+                first_index=index,
+                token_ids=(token_id,),
+            )
+            self.take(chunk)
+            return True
+        self.run.stages.touch()
+        self._add(choice, choice.text.append_token(token_id), None)
+        return choice.finish_reason is not None
+
     # -- the prompt ---------------------------------------------------------------------------------------------------
 
     def _take_prompt_scores(self, scores: tuple[t.TokenLogprobs, ...]) -> None:
@@ -89,7 +111,7 @@ class Attempt:
     def _mark_decode_chunk(self, chunk: t.TokenChunk) -> None:
         run = self.run
         if self._has_decode_chunk:
-            run.stages.mark("decode")
+            run.stages.touch()
         else:
             # The wait for D's first chunk: for its KV if P's token was there before, for the whole prompt if not.
             run.stages.mark("transfer" if self._has_prefill_reply else "first")
@@ -105,7 +127,7 @@ class Attempt:
             if self._has_decode_chunk and chunk.finish_reason is None:
                 self.unread.add(choice.number)
             else:
-                self._settle(choice, chunk)
+                self._settle(choice, chunk.finish_reason)
             return
         num_known = len(choice.accepted) - chunk.first_index
         if num_known < 0:
@@ -123,15 +145,19 @@ class Attempt:
             stop_token_id=chunk.stop_token_id,
             is_callers_stop=chunk.stop_token_id in self.run.request.sampling.stop_token_ids,
         )
+        self._add(choice, delta, chunk.finish_reason)
+
+    def _add(self, choice: Choice, delta: TextDelta, told: t.FinishReason | None) -> None:
+        """``told`` is what the worker said with the tokens."""
         run = self.run
         choice.accepted += delta.token_ids
         self.branch.refused_since_s = None  # it runs: a later refusal is borne anew
-        if run.ttft_s is None and token_ids:
+        if run.ttft_s is None and delta.token_ids:
             run.ttft_s = run.stages.elapsed_s()
         if delta.finish_reason is not None:
             choice.num_overrun += delta.num_overrun
             choice.finish_reason = delta.finish_reason
-            self._settle(choice, chunk)
+            self._settle(choice, told)
             if self._has_decode_chunk and not choice.is_ended_by_decode:
                 self.unread.add(choice.number)
             if run.is_over:
@@ -146,8 +172,8 @@ class Attempt:
             )
         return choice
 
-    def _settle(self, choice: Choice, chunk: t.TokenChunk) -> None:
-        choice.is_ended_by_decode = self._has_decode_chunk and chunk.finish_reason is not None
+    def _settle(self, choice: Choice, told: t.FinishReason | None) -> None:
+        choice.is_ended_by_decode = self._has_decode_chunk and told is not None
 
     def _chunk_of(self, first: t.FirstToken) -> t.TokenChunk:
         return t.TokenChunk(

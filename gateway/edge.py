@@ -43,6 +43,8 @@ class Exchange:
         self.route = "other"
         self.status = 0
         self.is_stream = False
+        self.gone = ""
+        """Why nobody is there to be answered."""
         self.failure: Callable[[ServingError], bytes] = stream_failure
         """How a stream that has begun tells of an error."""
         self.fields: dict[str, object] = {}
@@ -102,6 +104,8 @@ class Edge:
         finally:
             exchange.status = exchange.status or CLIENT_GONE_STATUS
             self._metrics.responses.labels(exchange.route, str(exchange.status)).inc()
+            if exchange.gone:
+                self._metrics.aborts.labels(exchange.gone).inc()
             exchange.write_log(scope)
 
 
@@ -129,8 +133,9 @@ class Endpoint:
         try:
             await self._door(exchange, scope)
             await self._handle(exchange, scope, receive, send)
-        except ClientGone:
+        except ClientGone as gone:
             self._note(exchange, Cancelled("the client closed the connection"))
+            exchange.gone = gone.reason
             exchange.status = CLIENT_GONE_STATUS
         except ServingError as error:
             self._note(exchange, error)

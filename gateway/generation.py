@@ -172,7 +172,8 @@ class Generation:
         is_answered = False
         try:
             if job.stream:
-                await EventStream(exchange, send, answer).run(work)
+                patience_s = self._limits.slow_reader_s
+                await EventStream(exchange, scope, send, answer, patience_s=patience_s).run(work)
             else:
                 await work
                 await send_bytes(send, 200, answer.whole())

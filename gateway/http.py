@@ -6,7 +6,7 @@ No framework middleware in between: Starlette's convenience class hides disconne
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import orjson
 
@@ -29,6 +29,19 @@ EVENT_HEADERS: tuple[Header, ...] = (
 )
 RETRY_AFTER_S = 1
 DONE = b"data: [DONE]\n\n"
+
+
+DIRECT_WRITER = "baton.direct_writer"
+"""The extension of an ASGI scope by which our own server lets an answer write pieces at once."""
+
+
+class Writer(Protocol):
+    """What stands in a scope under `DIRECT_WRITER`."""
+
+    @property
+    def is_ready(self) -> bool: ...
+    def write(self, piece: bytes) -> None: ...
+    def abort(self) -> None: ...
 
 
 class BodyTooLarge(RequestError):
@@ -59,6 +72,14 @@ class MethodNotAllowed(RequestError):
 
 class ClientGone(Exception):
     """The client closed its connection; there is nobody to answer."""
+
+    reason = "client_gone"
+
+
+class ClientStalled(ClientGone):
+    """It has not read for too long."""
+
+    reason = "slow_reader"
 
 
 def header(scope: Scope, name: bytes) -> str:

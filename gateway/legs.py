@@ -91,6 +91,7 @@ class Legs:
         self._scope = TaskScope(f"attempt-{self._request_id}-{attempt.number}")
         self._link = peers.streams.link(placement.decode)
         self._link.subscribe(self._request_id, attempt.number, self.handle)
+        self._stream_key = self._link.name(self._request_id, attempt.number, request.sampling.n, self.handle_token)
         self._scope.spawn(self._report(self._admit, placement.decode), name="admit")
         # Kept for the abort: asked for again later, it would take the place of its successor's client.
         self._prefill_client = None if placement.prefill is None else peers.prefill(placement.prefill)
@@ -112,6 +113,21 @@ class Legs:
         except Exception as error:
             self.over.set_exception(error)
             return
+        self._look()
+
+    def handle_token(self, choice: int, index: int, token_id: int) -> None:
+        """The same for a plain token."""
+        if self.over.done():
+            return
+        try:
+            has_ended = self._attempt.take_token(choice, index, token_id)
+        except Exception as error:
+            self.over.set_exception(error)
+            return
+        if has_ended:
+            self._look()
+
+    def _look(self) -> None:
         if self._attempt.is_over:
             self.over.set_result(None)
         elif self._attempt.unread:
@@ -152,6 +168,7 @@ class Legs:
                 worker_incarnation=self._placement.decode.incarnation,
                 prefill=self._placement.prefill,
                 ticket=self._placement.ticket,
+                stream_key=self._stream_key,
             )
         )
 

@@ -19,6 +19,9 @@ class GatewayMetrics:
 
         self.running = Gauge(name("num_requests_running"), "Requests being worked on.", registry=registry)
         self.responses = Counter(name("http_responses"), "HTTP answers.", ("route", "status"), registry=registry)
+        self.aborts = Counter(
+            name("client_aborts"), "Requests that ended because nobody read.", ("reason",), registry=registry
+        )
         self.unknown_fields = Counter(
             name("unknown_fields"), "Members of bodies that this API does not know.", ("route",), registry=registry
         )

@@ -11,13 +11,13 @@ from typing import Any
 
 import orjson
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from core.config import GatewayConfig
 from core.errors import RequestError
 from core.ids import new_request_id
 from gateway.app import Gateway
-from gateway.http import error_value
+from gateway.http import DIRECT_WRITER, error_value
 from gateway.tls import Certificate
 
 BACKLOG = 2048
@@ -109,10 +109,40 @@ class _Lingering(asyncio.Transport):
                 self._transport.write_eof()
             self._transport.resume_reading()
 
+    def abort(self) -> None:
+        """Closes without a word and without waiting for what was not read."""
+        self._transport.abort()
+
     def end(self) -> None:
         """The connection is lost."""
         if self._timer is not None:
             self._timer.cancel()
+
+
+class DirectWriter:
+    """Writes pieces of a chunked answer straight to its connection, past the coroutines of ASGI.
+
+    For event streams: there is one piece for each token, and this is all that there is to do for it.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle, transport: _Lingering) -> None:
+        self._cycle = cycle
+        self._transport = transport
+
+    @property
+    def is_ready(self) -> bool:
+        """The head is sent, and the client has read enough of what came before."""
+        cycle = self._cycle
+        return bool(cycle.chunked_encoding) and not (
+            cycle.flow.write_paused or cycle.disconnected or cycle.response_complete
+        )
+
+    def write(self, piece: bytes) -> None:
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+
+    def abort(self) -> None:
+        """The client is not worth waiting for."""
+        self._transport.abort()
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -173,6 +203,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_silent_bytes = 0
         self._stop_timer()
         super().on_headers_complete()
+        # The application runs later. A request behind another one is not it yet, but this is its own scope and cycle.
+        cycle = self.pipeline[0][0] if self.pipeline else self.cycle
+        if cycle is not None and cycle.scope is self.scope:
+            self.scope["extensions"] = {DIRECT_WRITER: DirectWriter(cycle, self._lingering)}  # type: ignore[dict-item]
 
     def on_body(self, body: bytes) -> None:
         self._num_silent_bytes = 0

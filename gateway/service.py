@@ -1,6 +1,7 @@
 """The gateway process: bind, load, serve, drain on SIGTERM, exit 0."""
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -101,6 +102,8 @@ async def _serve(
     if certificate is not None:
         upkeep.spawn(certificate.follow(), name="certificate")
     serving = loop.create_task(server.serve(sockets=[listener]), name="http-server")
+    gc.collect()
+    gc.freeze()  # the vocabulary stays: no collection need look at it
     try:
         log.info("listening", extra={"address": address, "models": [model.name for model in models]})
         if on_listening is not None:

@@ -19,6 +19,7 @@ class StageClock:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._started = self._last = clock.now()
+        self._touched: float | None = None
         self._stages: dict[str, float] = {}
 
     def copy(self) -> "StageClock":
@@ -30,12 +31,20 @@ class StageClock:
     def elapsed_s(self) -> float:
         return self._clock.now() - self._started
 
-    def mark(self, stage: str) -> float:
-        """The time since the last mark was `stage`. Returns it."""
-        now = self._clock.now()
-        passed, self._last = now - self._last, now
-        self._stages[stage] = self._stages.get(stage, 0.0) + passed
-        return passed
+    def touch(self) -> None:
+        """The time until now was `decode`: for what happens with every token."""
+        self._touched = self._clock.now()
+
+    def mark(self, stage: str) -> None:
+        """The time since the last mark (or touch) was `stage`."""
+        if self._touched is not None:
+            self._add("decode", self._touched)
+            self._touched = None
+        self._add(stage, self._clock.now())
+
+    def _add(self, stage: str, until: float) -> None:
+        self._stages[stage] = self._stages.get(stage, 0.0) + until - self._last
+        self._last = until
 
     def divide(self, stage: str, parts: Sequence[tuple[str, float]]) -> None:
         """Divides a marked stage by what a worker measured in it; the remainder is `network`.

@@ -32,9 +32,12 @@ class TextRules:
     """Special tokens that are not left out: a parser waits for their text."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class TextDelta:
-    """What accepted tokens add to a choice. `token_ids` are all of them, also those whose text is held or hidden."""
+    """What accepted tokens add to a choice. `token_ids` are all of them, also those whose text is held or hidden.
+
+    Nobody changes one; it is not frozen because there is one for each token, and frozen ones take three times as long.
+    """
 
     text: str = ""
     token_ids: tuple[int, ...] = ()
@@ -57,14 +60,26 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._shown_special = shown_special
         self._skip_special_tokens = skip_special_tokens
+        self._texts = tokenizer.ordinary_texts
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_between = True
+        """No character is begun: a token of whole characters is its own text."""
         self._strips_space = tokenizer.strips_leading_space
 
     def append(self, token_id: int) -> str:
         """The characters that are complete now and were not before."""
+        if self._is_between and not self._strips_space:
+            text = self._texts.get(token_id)
+            if text is not None:
+                return text
+        return self._decode(token_id)
+
+    def _decode(self, token_id: int) -> str:
         if self._skip_special_tokens and self._tokenizer.is_special(token_id) and token_id not in self._shown_special:
             return ""
-        return self._strip(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+        text = self._strip(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+        self._is_between = not self._decoder.getstate()[0]
+        return text
 
     def finish(self) -> str:
         """U+FFFD for a character that never became complete, else nothing."""
@@ -137,6 +152,16 @@ class ChoiceText:
         self._num_chars = 0
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
+
+    def append_token(self, token_id: int) -> TextDelta:
+        """Accepts one token that is nothing but a token."""
+        if self._rules.stop:
+            return self.append((token_id,))
+        self.num_tokens += 1
+        offset = self._num_chars
+        text = self._detokenizer.append(token_id)
+        self._num_chars = offset + len(text)
+        return TextDelta(text=text, token_ids=(token_id,), offsets=(offset,))
 
     def append(
         self,

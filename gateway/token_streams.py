@@ -10,7 +10,9 @@ the same worker opens a new stream (and, if the worker restarted, meets a new in
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
 
 from core import types as t
 from core.errors import ServingError, WorkerLost, error_from_slug
@@ -27,13 +29,19 @@ Event = t.TokenChunk | t.AttemptAccepted | t.AdmitReply | t.PrefillReply | Servi
 AttemptKey = tuple[RequestId, int]
 Handler = Callable[[Event], None]
 """Takes what happens to one attempt, in order. It raises nothing."""
+TokenHandler = Callable[[int, int, int], None]
+"""Takes a plain token of one attempt: number of the choice, index, token id. It raises nothing."""
 
 
 class DecodeLink:
     """This gateway's client and stream to one decode worker incarnation."""
 
-    def __init__(self, worker: t.WorkerAddress, client: DecodePort) -> None:
+    def __init__(self, worker: t.WorkerAddress, client: DecodePort, keys: Iterator[int]) -> None:
+        """``keys`` are never given twice by this gateway: an old attempt's token must not reach a new one."""
         self.worker = worker
+        self._keys = keys
+        self._takers: dict[int, Callable[[int, int], None]] = {}
+        self._names: dict[AttemptKey, list[int]] = {}
         self.client = client
         self._handlers: dict[AttemptKey, Handler] = {}
         self._tombstones: OrderedDict[AttemptKey, None] = OrderedDict()
@@ -48,8 +56,18 @@ class DecodeLink:
     def subscribe(self, request_id: RequestId, attempt: int, handler: Handler) -> None:
         self._handlers[request_id, attempt] = handler
 
+    def name(self, request_id: RequestId, attempt: int, num_choices: int, handler: TokenHandler) -> int:
+        """The stream key of a subscribed attempt: plain tokens of its choices go to ``handler``."""
+        names = [next(self._keys) for _ in range(num_choices)]
+        self._names[request_id, attempt] = names
+        for number, name in enumerate(names):
+            self._takers[name] = partial(handler, number)
+        return names[0]
+
     def unsubscribe(self, request_id: RequestId, attempt: int) -> None:
         self._handlers.pop((request_id, attempt), None)
+        for name in self._names.pop((request_id, attempt), ()):
+            del self._takers[name]
         self._bury((request_id, attempt))
 
     async def read(
@@ -74,6 +92,13 @@ class DecodeLink:
         self._handlers.clear()
 
     def _deliver(self, message: t.StepOutputs, on_unknown: Callable[[AttemptKey], None]) -> None:
+        plain = message.plain
+        if plain is not None:
+            takers = self._takers
+            for key, index, token_id in zip(plain.keys, plain.indexes, plain.token_ids, strict=True):
+                taker = takers.get(key)
+                if taker is not None:
+                    taker(index, token_id)
         for accepted in message.accepted:
             self._hand_over((accepted.request_id, accepted.attempt), accepted, on_unknown)
         for chunk in message.chunks:
@@ -106,6 +131,7 @@ class TokenStreams:
         self._gateway_id = gateway_id
         self._incarnation = incarnation
         self._links: dict[tuple[WorkerId, Incarnation], DecodeLink] = {}
+        self._keys = count(1)
         self._scope = TaskScope("token-streams")
 
     def link(self, worker: t.WorkerAddress) -> DecodeLink:
@@ -113,7 +139,7 @@ class TokenStreams:
         key = (worker.worker_id, worker.incarnation)
         link = self._links.get(key)
         if link is None:
-            link = self._links[key] = DecodeLink(worker, self._clients.decode(worker))
+            link = self._links[key] = DecodeLink(worker, self._clients.decode(worker), self._keys)
             self._scope.spawn(self._run(link), name=worker.worker_id)
         return link
 

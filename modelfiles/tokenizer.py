@@ -12,6 +12,8 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import cached_property
 from typing import Literal
 
 import tokenizers
@@ -107,6 +109,16 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """Readable text of one token; an incomplete character shows as U+FFFD (the bytes are the truth)."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    @cached_property
+    def ordinary_texts(self) -> dict[int, str]:
+        """The texts of all tokens that are whole characters and not special."""
+        texts = {}
+        for token_id, raw in enumerate(self._bytes):
+            if token_id not in self._special_ids:
+                with suppress(UnicodeDecodeError):
+                    texts[token_id] = raw.decode("utf-8")
+        return texts
 
     @property
     def strips_leading_space(self) -> bool:

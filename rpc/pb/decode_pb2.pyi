@@ -27,20 +27,22 @@ class PairCheckRequest(_message.Message):
     def __init__(self, worker_incarnation: _Optional[int] = ..., prefill: _Optional[_Union[_common_pb2.WorkerAddress, _Mapping]] = ...) -> None: ...
 
 class AdmitRequest(_message.Message):
-    __slots__ = ("request", "handoff_id", "mode", "worker_incarnation", "prefill", "ticket")
+    __slots__ = ("request", "handoff_id", "mode", "worker_incarnation", "prefill", "ticket", "stream_key")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     WORKER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
+    STREAM_KEY_FIELD_NUMBER: _ClassVar[int]
     request: _common_pb2.GenerateRequest
     handoff_id: str
     mode: _common_pb2.Mode
     worker_incarnation: int
     prefill: _common_pb2.WorkerAddress
     ticket: bytes
-    def __init__(self, request: _Optional[_Union[_common_pb2.GenerateRequest, _Mapping]] = ..., handoff_id: _Optional[str] = ..., mode: _Optional[_Union[_common_pb2.Mode, str]] = ..., worker_incarnation: _Optional[int] = ..., prefill: _Optional[_Union[_common_pb2.WorkerAddress, _Mapping]] = ..., ticket: _Optional[bytes] = ...) -> None: ...
+    stream_key: int
+    def __init__(self, request: _Optional[_Union[_common_pb2.GenerateRequest, _Mapping]] = ..., handoff_id: _Optional[str] = ..., mode: _Optional[_Union[_common_pb2.Mode, str]] = ..., worker_incarnation: _Optional[int] = ..., prefill: _Optional[_Union[_common_pb2.WorkerAddress, _Mapping]] = ..., ticket: _Optional[bytes] = ..., stream_key: _Optional[int] = ...) -> None: ...
 
 class AdmitReply(_message.Message):
     __slots__ = ("verdict", "num_ahead")
@@ -106,14 +108,26 @@ class AttemptAccepted(_message.Message):
     attempt: int
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
+class PlainTokens(_message.Message):
+    __slots__ = ("keys", "indexes", "token_ids")
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    INDEXES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    keys: _containers.RepeatedScalarFieldContainer[int]
+    indexes: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, keys: _Optional[_Iterable[int]] = ..., indexes: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class StepOutputs(_message.Message):
-    __slots__ = ("age_s", "chunks", "failed", "accepted")
+    __slots__ = ("age_s", "chunks", "failed", "accepted", "plain")
     AGE_S_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_FIELD_NUMBER: _ClassVar[int]
     age_s: float
     chunks: _containers.RepeatedCompositeFieldContainer[TokenChunk]
     failed: _containers.RepeatedCompositeFieldContainer[AttemptFailed]
     accepted: _containers.RepeatedCompositeFieldContainer[AttemptAccepted]
-    def __init__(self, age_s: _Optional[float] = ..., chunks: _Optional[_Iterable[_Union[TokenChunk, _Mapping]]] = ..., failed: _Optional[_Iterable[_Union[AttemptFailed, _Mapping]]] = ..., accepted: _Optional[_Iterable[_Union[AttemptAccepted, _Mapping]]] = ...) -> None: ...
+    plain: PlainTokens
+    def __init__(self, age_s: _Optional[float] = ..., chunks: _Optional[_Iterable[_Union[TokenChunk, _Mapping]]] = ..., failed: _Optional[_Iterable[_Union[AttemptFailed, _Mapping]]] = ..., accepted: _Optional[_Iterable[_Union[AttemptAccepted, _Mapping]]] = ..., plain: _Optional[_Union[PlainTokens, _Mapping]] = ...) -> None: ...

@@ -40,6 +40,8 @@ class Call:
     def __init__(self, app: App, method: str, path: str, body: bytes, headers: Mapping[str, str], pieces: int) -> None:
         self.reply = Reply()
         self._left = asyncio.Event()
+        self._reads = asyncio.Event()
+        self._reads.set()
         self._is_stalled = False
         self._arrived = asyncio.Condition()
         size = max(1, -(-len(body) // pieces))
@@ -86,6 +88,14 @@ class Call:
             reply.is_complete = not message.get("more_body", False)
         async with self._arrived:
             self._arrived.notify_all()
+        await self._reads.wait()
+
+    def stop_reading(self) -> None:
+        """The next piece arrives, and whoever sends it waits."""
+        self._reads.clear()
+
+    def read_on(self) -> None:
+        self._reads.set()
 
     async def until(self, text: bytes) -> None:
         """Returns when `text` has arrived in the body (or the call is over)."""

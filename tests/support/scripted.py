@@ -302,7 +302,7 @@ class ScriptedDecode:
                 self._queue.put_nowait(WorkerLost("scripted break", worker_id=self._key[0]))
                 return
             await cluster.pass_gate(f"token-{chunk.first_index}")
-            self._queue.put_nowait(t.StepOutputs(chunks=(chunk,)))
+            self._queue.put_nowait(_outputs(chunk, admitted.stream_key))
 
     async def abort(self, request: t.AbortRequest) -> t.AbortReply:
         await self._cluster.pass_gate("abort-decode")
@@ -324,3 +324,12 @@ class ScriptedDecode:
 
     async def close(self) -> None:
         pass
+
+
+def _outputs(chunk: t.TokenChunk, stream_key: int) -> t.StepOutputs:
+    """As a worker would send it: a token that is nothing but a token goes by its key."""
+    is_plain = stream_key and len(chunk.token_ids) == 1 and chunk.finish_reason is None
+    if not is_plain or chunk.logprobs or chunk.prompt_logprobs:
+        return t.StepOutputs(chunks=(chunk,))
+    key = stream_key + chunk.choice
+    return t.StepOutputs(plain=t.PlainTokens(keys=(key,), indexes=(chunk.first_index,), token_ids=chunk.token_ids))

@@ -91,6 +91,9 @@ class PlainText:
     ) -> TextDelta:
         return TextDelta(token_ids=tuple(token_ids), finish_reason=finish_reason)
 
+    def append_token(self, token_id: int) -> TextDelta:
+        return TextDelta(token_ids=(token_id,))
+
 
 @dataclass(kw_only=True, eq=False)
 class Answer:
