@@ -164,15 +164,17 @@ class UpRun:
             "messages": [{"role": "user", "content": "What is the capital of France?"}],
             "temperature": 0,
         }
-        authorization = (
-            '    -H "Authorization: Bearer $BATON_API_KEY" \\\n' if self._config.gateway.access.has_keys else ""
+        has_keys = self._config.gateway.access.has_keys
+        authorization = '    -H "Authorization: Bearer $BATON_API_KEY" \\\n' if has_keys else ""
+        note = (
+            "" if has_keys else "There are no API keys: only this machine is served, and nobody is asked for one.\n\n"
         )
         return (
             f"\nBaton is up. OpenAI API: {gateway}/v1   logs: {self._logs}\n\n"
             f"{table(('COMPONENT', 'PID', 'GRPC', 'HTTP (probes, /metrics)'), rows)}\n\n"
             f"  curl {gateway}/v1/chat/completions -H 'Content-Type: application/json' \\\n{authorization}"
             f"    -d '{json.dumps(question)}'\n\n"
-            "Ctrl-C stops everything."
+            f"{note}Ctrl-C stops everything."
         )
 
 

@@ -16,6 +16,9 @@ KEY_PREFIX = "sk-baton-"
 KEY_TEXT = re.compile(r"sk-baton-([0-9a-f]{12})-([A-Za-z0-9_-]{43})")
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 """Of tenants. No slash and no `@`: a tenant's name begins the salt of its prefix cache (`gate.Caller.salt`)."""
+PLAIN_TEXT = r"^[^\x00-\x1f\x7f]*$"
+"""What both databases keep and a terminal shows."""
+KEY_ID = re.compile(r"[0-9a-f]{12}")
 INT63 = 2**63 - 1
 
 
@@ -36,14 +39,14 @@ _HALF_CLASS = 1 << 28
 _BASE = {PriorityClass.HIGH: -(1 << 30), PriorityClass.NORMAL: 0, PriorityClass.LOW: 1 << 30}
 
 Amount = Annotated[int, Field(ge=1, le=INT63)]
-ModelName = Annotated[str, Field(min_length=1, max_length=200)]
+ModelName = Annotated[str, Field(min_length=1, max_length=200, pattern=PLAIN_TEXT)]
 
 
 class KeyTerms(Body, extra="forbid"):
     """What a key allows. An amount that is absent does not limit."""
 
     tenant: str = Field(min_length=1, max_length=64, pattern=NAME_PATTERN)
-    name: str = Field(default="", max_length=200)
+    name: str = Field(default="", max_length=200, pattern=PLAIN_TEXT)
     """For people; never a secret."""
     models: Annotated[tuple[ModelName, ...] | None, Field(strict=False)] = None
     """The models that exist for this key; None: all."""

@@ -1,5 +1,6 @@
 """The routes of an operator, behind the admin key: keys and usage. And what a tenant may read of its own usage."""
 
+import re
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -12,7 +13,7 @@ from pydantic import Field
 from core.config import LimitsConfig
 from core.errors import InvalidRequest
 from gateway.access.errors import AccessUnknown, StoreAway
-from gateway.access.keys import KeyRecord, KeyTerms
+from gateway.access.keys import KEY_ID, NAME_PATTERN, KeyRecord, KeyTerms
 from gateway.access.ledger import Ledger
 from gateway.access.store import SECONDS_A_DAY, AccessStore, UsageFilter, UsageRow
 from gateway.edge import Exchange
@@ -55,35 +56,30 @@ class AccessRoutes:
     async def list_keys(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         query = _query(scope, "tenant")
         async with _answering():
-            records = await self._store.list_keys(query.get("tenant", ""))
+            records = await self._store.list_keys(query["tenant"])
         await send_json(send, 200, {"object": "list", "data": [key_value(record) for record in records]})
 
     async def show_key(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         async with _answering():
-            record = await self._store.find_key(scope["path_params"]["key_id"])
+            record = await self._store.find_key(_key_id(scope))
         await send_json(send, 200, key_value(_found(record)))
 
     async def revoke_key(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         async with _answering():
-            record = await self._store.revoke_key(scope["path_params"]["key_id"])
+            record = await self._store.revoke_key(_key_id(scope))
         exchange.fields["revoked_key"] = _found(record).key_id
         await send_json(send, 200, key_value(_found(record)))
 
     async def all_usage(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         query = _query(scope, "tenant", "key", "since", "until")
-        await self._send_usage(send, query, query.get("tenant", ""))
+        await self._send_usage(send, query, query["tenant"])
 
     async def own_usage(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         """Of the tenant that asks, with all its keys."""
         await self._send_usage(send, _query(scope, "key", "since", "until"), exchange.caller.tenant)
 
     async def _send_usage(self, send: Send, query: dict[str, str], tenant: str) -> None:
-        which = UsageFilter(
-            tenant=tenant,
-            key_id=query.get("key", ""),
-            since=check_day(query.get("since", ""), "since"),
-            until=check_day(query.get("until", ""), "until"),
-        )
+        which = UsageFilter(tenant=tenant, key_id=query["key"], since=query["since"], until=query["until"])
         async with _answering():
             await self._ledger.flush()
             rows = await self._store.usage(which)
@@ -122,18 +118,42 @@ def check_day(text: str, param: str) -> str:
         ) from None
 
 
+def _check_tenant(text: str, param: str) -> str:
+    if text and not re.fullmatch(NAME_PATTERN, text):
+        raise InvalidRequest(f"'{param}' is no name of a tenant", param=param, code="invalid_value")
+    return text
+
+
+def _check_key_id(text: str, param: str) -> str:
+    if text and not KEY_ID.fullmatch(text):
+        raise InvalidRequest(
+            f"'{param}' is no id of a key; those have 12 hexadecimal digits", param=param, code="invalid_value"
+        )
+    return text
+
+
+PARAMETERS = {"tenant": _check_tenant, "key": _check_key_id, "since": check_day, "until": check_day}
+
+
 def _query(scope: Scope, *names: str) -> dict[str, str]:
-    """The parameters behind the path. Raises InvalidRequest for one that is not known: it would not filter."""
+    """The parameters behind the path, by `names`; "" for one that is not given. Raises InvalidRequest, also for one
+    that is not known: it would not filter."""
     try:
         query = dict(parse_qsl(scope["query_string"].decode("ascii"), keep_blank_values=True, max_num_fields=32))
     except ValueError:
         raise InvalidRequest("the query string is not valid") from None
     for name in query:
         if name not in names:
-            raise InvalidRequest(
-                f"'{name[:64]}' is no parameter of this call; known: {', '.join(names)}", param=name[:64]
-            )
-    return query
+            raise InvalidRequest(f"this call has no parameter of this name; known: {', '.join(names)}", param=name[:64])
+    return {name: PARAMETERS[name](query.get(name, ""), name) for name in names}
+
+
+def _key_id(scope: Scope) -> str:
+    """Of the path. What is no id is no key: the database is not asked."""
+    key_id: str = scope["path_params"]["key_id"]
+    if not KEY_ID.fullmatch(key_id):
+        raise NotFound("there is no key of this id")
+    return key_id
 
 
 def _found(record: KeyRecord | None) -> KeyRecord:

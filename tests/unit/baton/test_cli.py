@@ -22,6 +22,7 @@ def only_line(capsys: pytest.CaptureFixture[str]) -> str:
         (["--set", "gatewy.listen=1"], "gatewy: unknown key; known here: models, gateway, router"),
         (["--set", "router.listen=here"], "'here' is not HOST:PORT"),
         (["--set", "nothing"], "is not KEY=VALUE"),
+        (["--set", "gateway.listen=0.0.0.0:80"], "name a database of keys with --set gateway.access.database=FILE"),
         (["--config", "/does/not/exist.yaml"], "cannot read config file /does/not/exist.yaml"),
     ],
 )

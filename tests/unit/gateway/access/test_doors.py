@@ -193,7 +193,8 @@ async def test_the_operator_makes_and_ends_keys_over_http(open_site: OpenSite) -
         assert (await site.client.start("DELETE", path, headers=AS_ADMIN).end()).json()["revoked_at"]
         site.clock.advance(6)
         assert (await site.client.get("/v1/models", headers=headers)).status == 401
-        assert (await site.client.start("DELETE", "/admin/keys/nope", headers=AS_ADMIN).end()).status == 404
+        for key_id in ("nope", "0123456789ab", "%00", "0123456789AB", "x" * 500):
+            assert (await site.client.start("DELETE", f"/admin/keys/{key_id}", headers=AS_ADMIN).end()).status == 404
         for door in ("/admin/keys", "/admin/usage", path):
             assert (await site.client.get(door, headers=await site.key())).status == 403
 
@@ -209,6 +210,8 @@ BAD_TERMS: list[tuple[dict[str, Any], str]] = [
     ({"tenant": "a", "priority": "urgent"}, "priority"),
     ({"tenant": "a", "expires_in_days": -1}, "expires_in_days"),
     ({"tenant": "a", "rate": 5}, "rate"),
+    ({"tenant": "a", "name": "x\0"}, "name"),
+    ({"tenant": "a", "models": ["x\n"]}, "models.0"),
 ]
 
 
@@ -222,7 +225,10 @@ async def test_bad_terms_are_refused_by_name(open_site: OpenSite) -> None:
 
 async def test_a_bad_query_is_refused_by_name(open_site: OpenSite) -> None:
     async with open_site() as site:
-        for query in ("since=today", "until=2026-13-01", "tenat=a", "since=2026-11-30&x=1"):
+        for query in (
+            *("since=today", "until=2026-13-01", "tenat=a", "since=2026-11-30&x=1"),
+            *("key=%00", "tenant=%00", "key=%ff", "tenant=a/b", "key=5"),
+        ):
             reply = await site.client.get(f"/admin/usage?{query}", headers=AS_ADMIN)
             assert reply.status == 400
             assert reply.json()["error"]["param"] in query
