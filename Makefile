@@ -10,12 +10,13 @@ stamp   := $(VENV)/.installed-$(or $(version),none)
 PACKAGES := baton bench core decode_worker deploy engine gateway kvtransfer modelfiles prefill_worker router rpc worker
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check fmt proto proto-check bench soak clean
+.PHONY: help serve test check fmt proto proto-check docs docs-check bench soak clean
 
 help:
 	@echo "make serve   start the cluster on this machine (Ctrl-C stops it)"
 	@echo "make test    the test suite          make soak   the long matrices in full"
-	@echo "make check   format, lint, types, import rules, generated code"
+	@echo "make check   format, lint, types, import rules, generated code and docs"
+	@echo "make docs    write docs/api.md from the gateway's own tables"
 	@echo "make fmt     mend what ruff can      make proto  regenerate rpc/pb from proto"
 	@echo "make bench   measure the cluster     make clean  remove .venv and caches"
 
@@ -44,7 +45,7 @@ bench: $(stamp)
 	@failed=; for each in $(BENCHES); do echo "== $$each"; $(BIN)/python -m $$each || failed="$$failed $$each"; done; \
 	  test -z "$$failed" || { echo "missed a bar:$$failed" >&2; exit 1; }
 
-check: $(stamp) proto-check
+check: $(stamp) proto-check docs-check
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
@@ -65,6 +66,13 @@ proto-check: $(stamp)
 	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && $(call protoc,"$$fresh") && \
 	  diff -r -q -x __pycache__ -x __init__.py "$$fresh/rpc/pb" rpc/pb || \
 	  { echo 'rpc/pb is not what proto/ generates: run `make proto` and commit the result.' >&2; exit 1; }
+
+docs: $(stamp)
+	@$(BIN)/python -m gateway.api_document >docs/api.md
+
+docs-check: $(stamp)
+	@$(BIN)/python -m gateway.api_document | diff -q - docs/api.md >/dev/null || \
+	  { echo 'docs/api.md is not what the tables say: run `make docs` and commit the result.' >&2; exit 1; }
 
 $(stamp): pyproject.toml constraints.txt
 	@case '$(version)' in \
