@@ -54,15 +54,15 @@ class WorkerContext:
 
     async def compile_grammar(self, sampling: SamplingParams) -> CompiledGrammar | None:
         """The request's grammar, compiled off this loop and off the steps; each choice starts it anew. Raises
-        InvalidRequest for what is no grammar or takes too long, QueueFull."""
+        InvalidRequest for what is no grammar or too large a one, QueueFull."""
         if not sampling.grammar:
             return None
         grammars = self.engine.grammars
         try:
-            async with asyncio.timeout(grammars.limit_s):
+            async with asyncio.timeout(grammars.wait_limit_s):
                 return await asyncio.shield(asyncio.wrap_future(grammars.submit(sampling.grammar)))
         except TimeoutError:
-            raise grammars.too_slow(sampling.grammar) from None
+            raise grammars.too_slow() from None
 
     def check(self, request: GenerateRequest, incarnation: Incarnation) -> None:
         """Refuse what was meant for somebody else, or what this worker cannot do. Raises a typed error."""

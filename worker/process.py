@@ -233,6 +233,7 @@ class Worker:
         await self._probes.stop()
         await asyncio.to_thread(self._memory.transfers.stop, 2.0)
         await asyncio.to_thread(self.steps.stop)
+        self.context.engine.grammars.close()
 
     async def _watch_steps(self) -> None:
         """A device that hangs answers no call; nothing but a new process helps, and nobody should wait until then."""

@@ -12,7 +12,8 @@ import pytest
 from core.errors import InternalError, InvalidRequest, QueueFull
 from core.grammar import GrammarKind, GrammarSource
 from engine.engine import Engine, EngineConfig
-from engine.grammar import Grammars, GrammarState, tightened
+from engine.grammar import Grammars, GrammarState
+from engine.grammar_compiler import tightened
 from engine.sequence import Sequence
 from tests.support.engine_runs import assert_same_bits, make_sequence, run
 from tests.support.random_llama import RandomLlama
@@ -171,19 +172,24 @@ def test_the_memory_of_grammars_is_bounded(tiny_files: RandomLlama) -> None:
     assert 0 not in kept
 
 
-def test_a_slow_source_is_refused_and_those_behind_it_are_told_to_try_again(
-    tiny_files: RandomLlama, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_waits_for_a_source_that_is_tried(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
-    slow = Grammars(tiny_files.tokenizer(), vocab_size=V, eos_token_ids=(EOS,), limit_s=0.05)  # type: ignore[arg-type]
-    monkeypatch.setattr(slow, "_build", lambda source: release.wait(30))
+    monkeypatch.setattr(grammars._trial, "check", lambda source: release.wait(60))
+    tried = grammars.submit(regex("([A-Z]{1,100}-){1,100}"))
     try:
-        with pytest.raises(InvalidRequest, match="smaller"):
-            slow.compile(regex("A"))
-        with pytest.raises(InvalidRequest, match="smaller"):
-            slow.compile(regex("B"))
+        assert after(grammars, regex("AB"), "A") == {"B"}
+        assert not tried.done()
+    finally:
+        release.set()
+
+
+def test_who_waits_too_long_may_try_again(tiny_files: RandomLlama, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+    slow = Grammars(tiny_files.tokenizer(), vocab_size=V, eos_token_ids=(EOS,), wait_limit_s=0.05)  # type: ignore[arg-type]
+    monkeypatch.setattr(slow._compiler, "compile", lambda source: release.wait(60))
+    try:
         with pytest.raises(QueueFull):
-            slow.compile(regex("C"))
+            slow.compile(regex("A"))
     finally:
         release.set()
         slow.close()

@@ -45,8 +45,9 @@ def is_legal_beginning(text: str) -> bool:
     return True
 
 
-def answer_all(engine: Engine, files: ModelFiles, schemas: list[Any]) -> tuple[int, int]:
+def answer_all(real_engine: Engine, files: ModelFiles, schemas: list[Any]) -> tuple[int, int]:
     """All at once, half of them greedy. Returns how many ended and how many were cut."""
+    engine = Engine(files, EngineConfig(num_blocks=600, max_sequences=64), model=real_engine.model)
     eos = files.config.eos_token_ids
     tokenizer = files.tokenizer()
     prompt = tokenizer.encode(PROMPT, parse_special=True)
@@ -58,6 +59,7 @@ def answer_all(engine: Engine, files: ModelFiles, schemas: list[Any]) -> tuple[i
         sequence = make_sequence(prompt, grammar=source, **options)
         sequence.grammar = engine.grammars.compile(source).start()
         sequences.append(sequence)
+    engine.grammars.close()
     recorded = run(engine, *sequences)
     num_ended = 0
     for schema, sequence in zip(schemas, sequences, strict=True):
@@ -73,14 +75,10 @@ def answer_all(engine: Engine, files: ModelFiles, schemas: list[Any]) -> tuple[i
     return num_ended, len(schemas) - num_ended
 
 
-def share(engine: Engine, files: ModelFiles) -> Engine:
-    return Engine(files, EngineConfig(num_blocks=600, max_sequences=64), model=engine.model)
-
-
 @pytest.mark.timeout(300)
 def test_corner_cases_and_a_sample_of_the_random_ones(real_engine: Engine, real_files: ModelFiles) -> None:
     schemas = [*CORNER_CASES, *random_schemas(NUM_RANDOM, SEED)[:NUM_SAMPLED]]
-    num_ended, num_cut = answer_all(share(real_engine, real_files), real_files, schemas)
+    num_ended, num_cut = answer_all(real_engine, real_files, schemas)
     print(f"{num_ended} valid, {num_cut} cut at {MAX_TOKENS} tokens")
     assert num_ended > num_cut, "most of these schemas are small"
 
@@ -88,7 +86,7 @@ def test_corner_cases_and_a_sample_of_the_random_ones(real_engine: Engine, real_
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_all_random_schemas(real_engine: Engine, real_files: ModelFiles) -> None:
-    num_ended, num_cut = answer_all(share(real_engine, real_files), real_files, random_schemas(NUM_RANDOM, SEED))
+    num_ended, num_cut = answer_all(real_engine, real_files, random_schemas(NUM_RANDOM, SEED))
     print(f"{num_ended} valid, {num_cut} cut at {MAX_TOKENS} tokens")
     assert num_ended > num_cut
 
