@@ -105,7 +105,7 @@ def render_timing(outcome: "_Outcome") -> str:
     ]
     if isinstance(stages, dict) and total_ms > 0:
         lines += [
-            f"  {stage:<10}{_number(ms):9.1f} ms  {'#' * round(BAR_WIDTH * _number(ms) / total_ms)}"
+            f"  {stage:<17}{_number(ms):9.1f} ms  {'#' * round(BAR_WIDTH * _number(ms) / total_ms)}"
             for stage, ms in stages.items()
         ]
     ttft = f"first token after {_number(timing.get('ttft_ms')):.0f} ms"

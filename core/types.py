@@ -173,9 +173,21 @@ class StageTimes:
     reservation_s: float = 0.0
     """D: waiting for room."""
     transfer_s: float = 0.0
-    """D: from the grant to validated blocks."""
+    """D: from the grant to validated blocks. The next five are its parts and sum to it."""
+    transfer_wait_s: float = 0.0
+    """Until the transfer thread was at it."""
+    transfer_post_s: float = 0.0
+    """In calls that post operations; between processes of one machine that *is* the copy."""
+    transfer_move_s: float = 0.0
+    """Until the last byte was there."""
+    transfer_verify_s: float = 0.0
+    """The lease slot, and the digests that were not made yet."""
+    transfer_publish_s: float = 0.0
+    """Until the sequences that have the blocks could run."""
     decode_queue_s: float = 0.0
     """D: from runnable to the first step that ran it."""
+    first_step_s: float = 0.0
+    """D: that step."""
     decode_s: float = 0.0
     transfer_bytes: int = 0
     transfer_early_bytes: int = 0

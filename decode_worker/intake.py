@@ -121,13 +121,20 @@ class Admission:
         if is_local:  # until the first token this worker was the prefill worker
             decode_from = self.marks.get("first_token", ended_at)
             prefill_s = max(0.0, decode_from - first_step)
+        wait_s, post_s, move_s, slot_s = self._split_fetch(between(AdmissionState.FETCHING, "arrived"))
         return StageTimes(
             prefill_queue_s=queue_s if is_local else 0.0,
             prefill_s=prefill_s,
             reservation_s=between(AdmissionState.QUEUED, AdmissionState.RESERVED),
             handoff_wait_s=between(AdmissionState.OPENED, AdmissionState.FETCHING),
             transfer_s=between(AdmissionState.FETCHING, AdmissionState.RUNNING),
+            transfer_wait_s=wait_s,
+            transfer_post_s=post_s,
+            transfer_move_s=move_s,
+            transfer_verify_s=slot_s + between("arrived", "verified"),
+            transfer_publish_s=between("verified", AdmissionState.RUNNING),
             decode_queue_s=0.0 if is_local else queue_s,
+            first_step_s=max(0.0, self.marks.get("first_token", ended_at) - first_step),
             decode_s=max(0.0, ended_at - decode_from),
             transfer_bytes=0 if self.fetch is None else self.fetch.num_bytes,
             transfer_early_bytes=0 if self.fetch is None else self.fetch.early_bytes,
@@ -135,6 +142,17 @@ class Admission:
             num_prompt_tokens_computed=0 if sequence is None else sequence.num_prompt_computed,
             num_cached_tokens=sequence.num_cached if sequence is not None and is_local else 0,
         )
+
+    def _split_fetch(self, total_s: float) -> tuple[float, float, float, float]:
+        """The time from the grant to the result in wait, post, move and slot read, by what the transfer thread
+        measured. What it did not see is wait: it was not at it yet, or this loop was not."""
+        if self.fetch is None:
+            return total_s, 0.0, 0.0, 0.0
+        times, parts = self.fetch.times, []
+        for measured_s in (times.late_post_s, times.late_move_s, times.slot_s):
+            parts.append(min(measured_s, total_s))
+            total_s -= parts[-1]
+        return total_s, parts[0], parts[1], parts[2]
 
 
 class Intake:
@@ -226,6 +244,7 @@ class Intake:
                 raise
             finally:
                 admission.fetch = reading.result
+                admission.marks.update(reading.marks)
                 num_bytes = 0 if reading.result is None else reading.result.num_bytes
                 holder.release(asked.handoff_id, message.grant.lease, request.attempt, outcome, num_bytes)
         return message, blocks

@@ -14,6 +14,7 @@ or out of order costs nothing but time. EARLY ends with the hand-off (its holder
 """
 
 import asyncio
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
@@ -63,6 +64,8 @@ class Reading:
         self._digesting: list[asyncio.Task[None]] = []
         self.result: FetchResult | None = None
         """Of the transfer, from the moment it is known."""
+        self.marks: dict[str, float] = {}
+        """``time.monotonic`` of when that was ("arrived"), and when every digest was found equal ("verified")."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -98,6 +101,7 @@ class Reading:
         self._ask(granted, grant.lease, grant.slot, is_last=True)
         assert self._transfer is not None
         self.result = result = await asyncio.wrap_future(self._transfer.result)
+        self.marks["arrived"] = time.monotonic()
         is_ok = result.outcome is HandoffOutcome.OK
         if not is_ok and not (result.outcome is HandoffOutcome.PEER_LOST and result.is_data_complete):
             raise result.error() or PeerLost("the transfer failed")
@@ -105,6 +109,7 @@ class Reading:
         made = b"".join(self._digests.get(index, b"") for index in granted)
         num_kv_heads = self._context.geometry.num_kv_heads
         check_read(grant, result.snapshot if is_ok else None, made, num_kv_heads=num_kv_heads)
+        self.marks["verified"] = time.monotonic()
         await self._context.failpoints.reach("decode.fetched")
         if not self._transfer.quiet.done():
             await asyncio.wrap_future(self._transfer.quiet)
@@ -123,6 +128,8 @@ class Reading:
         transfer = self._transfer
         if transfer is None:
             transfer = self._transfer = self._begin(lease, slot)
+        if is_last:
+            transfer.granted()
         size = max(1, PART_BYTES // self._context.geometry.block_bytes)
         for start in range(0, max(len(fresh), 1), size):
             part = slice(start, start + size)

@@ -180,6 +180,7 @@ class Run:
         self.stages.mark("decode" if self.is_over else "lost")
         times = self.times or t.StageTimes()
         self.stages.divide("first", (("queue", times.prefill_queue_s), ("prefill", times.prefill_s)))
+        self.stages.divide("transfer", _parts_of_transfer(times))
 
     # -- how it went --------------------------------------------------------------------------------------------------
 
@@ -203,3 +204,16 @@ class Run:
             duration_s=self.stages.total_s(),
             traceparent=self.request.traceparent,
         )
+
+
+def _parts_of_transfer(times: t.StageTimes) -> tuple[tuple[str, float], ...]:
+    """Of the wait for D's first chunk, what D measured."""
+    return (
+        ("transfer_wait", times.transfer_wait_s),
+        ("transfer_post", times.transfer_post_s),
+        ("transfer_move", times.transfer_move_s),
+        ("transfer_verify", times.transfer_verify_s),
+        ("transfer_publish", times.transfer_publish_s),
+        ("decode_queue", times.decode_queue_s),
+        ("first_step", times.first_step_s),
+    )

@@ -3,9 +3,10 @@
 The clock is cut at gateway events, so the stages partition the request's life and sum to it. What a worker measured
 inside one interval may divide that interval; only the remainder, `network`, is a difference.
 
-    prepare | place | queue + prefill + network | admit | transfer | decode
+    prepare | place | queue + prefill + network | admit | transfer_* + decode_queue + first_step + network | decode
 
-`retry` is the unfinished interval of an attempt that failed; `lost` the last one of a request that did.
+`transfer_*` are wait, post, move, verify and publish: the hand-off as D saw it, from the grant on. `retry` is the
+unfinished interval of an attempt that failed; `lost` the last one of a request that did.
 """
 
 from collections.abc import Sequence

@@ -16,7 +16,7 @@ from core.errors import (
     StaleLease,
     TransferStalled,
 )
-from core.handoff import HandoffOutcome, LeaseRef
+from core.handoff import HandoffOutcome, LeaseRef, TransferMode
 
 T = TypeVar("T")
 AddBlocks = Callable[[Sequence[int], Sequence[int], bool], "Future[bool]"]
@@ -68,6 +68,10 @@ class FetchTimes:
     slot_s: float = 0.0
     """The slot read."""
     total_s: float = 0.0
+    late_post_s: float = 0.0
+    """Of ``post_s``, what was spent once all that there is to read was known: somebody waits for it."""
+    late_move_s: float = 0.0
+    """From then until the last chunk arrived, but for posting."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +83,7 @@ class FetchResult:
     outcome: HandoffOutcome
     detail: str
     backend: str
+    mode: TransferMode
     num_bytes: int
     """That arrived, also when the outcome is not OK."""
     num_copies: int
@@ -119,10 +124,16 @@ class Transfer:
         """No operation can touch the local blocks any more; custody has ended."""
         self._abandon: Callable[[], object] | None = None
         self._more: AddBlocks | None = None
+        self._granted: Callable[[], object] | None = None
 
-    def bind(self, *, abandon: Callable[[], object], more: "AddBlocks") -> None:
+    def bind(self, *, abandon: Callable[[], object], more: "AddBlocks", granted: Callable[[], object]) -> None:
         """For the transfer thread: how it is told."""
-        self._abandon, self._more = abandon, more
+        self._abandon, self._more, self._granted = abandon, more, granted
+
+    def granted(self) -> None:
+        """The rest of an open fetch is about to be added: what has arrived by now was early (any thread)."""
+        if self._granted is not None:
+            self._granted()
 
     def more(
         self, remote_blocks: Sequence[int], local_blocks: Sequence[int], *, is_last: bool = False

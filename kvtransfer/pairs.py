@@ -29,6 +29,12 @@ class PairCounts:
     """Begun."""
     num_retries: int = 0
     """Of those, for a request that had failed before."""
+    num_descriptors: int = 0
+    """Of those operations, where the backend tells."""
+    post_s: float = 0.0
+    """Spent in posting them."""
+    move_s: float = 0.0
+    """Until they were seen to be over, but for posting."""
     failures: Counter[str] = field(default_factory=Counter)
     """Hand-offs and handshakes that failed, by slug."""
 
@@ -37,6 +43,9 @@ class PairCounts:
         self.num_ops += other.num_ops
         self.num_handoffs += other.num_handoffs
         self.num_retries += other.num_retries
+        self.num_descriptors += other.num_descriptors
+        self.post_s += other.post_s
+        self.move_s += other.move_s
         self.failures += other.failures
 
 
@@ -49,7 +58,7 @@ class Pairs:
 
     # -- counters, from any thread ------------------------------------------------------------------------------------
 
-    def count(self, peer: WorkerId, **more: int) -> None:
+    def count(self, peer: WorkerId, **more: float) -> None:
         """Add to the fields of the peer's :class:`PairCounts`, by name."""
         with self._lock:
             counts = self._of(peer)

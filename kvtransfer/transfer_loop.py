@@ -8,7 +8,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from core.clock import Clock
 from core.errors import BackendFailed, LayoutMismatch, PeerLost
@@ -16,9 +16,9 @@ from core.handoff import HandoffOutcome, LeaseRef, PeerInfo
 from core.ids import Incarnation, WorkerId
 from core.kv import KVGeometry
 from kvtransfer.backends.base import Backend, Batch, Link, Op, OpState
-from kvtransfer.copies import Copies, Copy
+from kvtransfer.copies import Copy
 from kvtransfer.custody import Custody
-from kvtransfer.fetch import FetchRequest, FetchResult, FetchTimes, Transfer, pinned_future
+from kvtransfer.fetch import FetchRequest, Transfer
 from kvtransfer.handshake import Handshakes, PairReport
 from kvtransfer.memory import CELL_BYTES, REGION_KV, REGION_SCRATCH, REGION_SLOTS, Scratch
 from kvtransfer.pairs import Pairs
@@ -43,6 +43,7 @@ from kvtransfer.session import (
     Start,
     Tick,
 )
+from kvtransfer.work import Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,41 +59,6 @@ class TransferStats:
     transfers: tuple[tuple[HandoffOutcome, int], ...]
     connects: int
     connects_failed: int
-
-
-@dataclass(slots=True, eq=False)
-class Part:
-    """Chunks that were asked for together."""
-
-    num_left: int
-    """That have not arrived."""
-    arrived: "Future[bool]" = field(default_factory=pinned_future)
-    """True once all of them have, False when the fetch ended before."""
-
-
-@dataclass(slots=True, eq=False)
-class Work:
-    """A session, its link and its operations."""
-
-    session: Session
-    link: Link
-    slot: int
-    transfer: Transfer
-    chunks: list[Copies] = field(default_factory=list)
-    parts: list[Part] = field(default_factory=list)
-    """Of each chunk, the part that it belongs to."""
-    ops: dict[int, Op] = field(default_factory=dict)
-    cell: int | None = None
-    post_s: float = 0.0
-    num_bytes: int = 0
-    early_bytes: int = 0
-    """That had arrived when the last chunks were told."""
-
-    def extend(self, plan: Plan) -> Part:
-        part = Part(num_left=len(plan.chunks))
-        self.chunks += plan.chunks
-        self.parts += [part] * len(plan.chunks)
-        return part
 
 
 class TransferLoop:
@@ -202,8 +168,15 @@ class TransferLoop:
         if not part.num_left:
             arrived.set_result(True)
         if is_last:
-            work.early_bytes = work.num_bytes
+            self.granted(work)
         self._handle(work, More(len(plan.chunks), is_last))
+
+    def granted(self, work: Work) -> None:
+        """All that there is to read is known now: what happens from here on is waited for. The first time counts."""
+        if work.granted_at is None:
+            work.granted_at = self._clock.now()
+            work.early_bytes = work.num_bytes
+            work.early_post_s = work.post_s
 
     def abort(self, work: Work) -> None:
         self._handle(work, Abort())
@@ -281,11 +254,20 @@ class TransferLoop:
                 continue
             moved = True
             del work.ops[key]
-            self._pairs.count(work.link.peer.worker_id, num_ops=1)
             if status.state is OpState.DONE:
                 work.link.progress_at = self._clock.now()
+            self._count(op)
             self._handle(work, self._event(work, key, op))
         return moved
+
+    def _count(self, op: Op) -> None:
+        """By what the backend measured, where it does; else as seen from here."""
+        post_s, move_s, num_descriptors = op.post_s, max(0.0, time.perf_counter() - op.posted_at - op.post_s), 0
+        if op.stats is not None:
+            post_s, move_s, num_descriptors = op.stats.post_s, op.stats.move_s, op.stats.num_descriptors
+        self._pairs.count(
+            op.link.peer.worker_id, num_ops=1, post_s=post_s, move_s=move_s, num_descriptors=num_descriptors
+        )
 
     def _event(self, work: Work, key: int, op: Op) -> Event:
         status = op.status
@@ -342,10 +324,13 @@ class TransferLoop:
             )
         began = time.perf_counter()
         try:
-            work.ops[key] = self._handshakes.backend_of(work.link).post(work.link, batch)
+            op = self._handshakes.backend_of(work.link).post(work.link, batch)
         except LayoutMismatch as error:
             self._handle(work, Failed(key, HandoffOutcome.INCOMPATIBLE, error.message))
-        work.post_s += time.perf_counter() - began
+            return
+        op.posted_at, op.post_s = began, time.perf_counter() - began
+        work.ops[key] = op
+        work.post_s += op.post_s
 
     # -- endings ------------------------------------------------------------------------------------------------------
 
@@ -359,35 +344,11 @@ class TransferLoop:
             for part in work.parts:
                 if not part.arrived.done():
                     part.arrived.set_result(False)
-            result = self._result(transfer.transfer_id, work, now)
+            result = work.result(now)
             self._outcomes[result.outcome] += 1
             transfer.result.set_result(result)
         if quiet is not None:
             transfer.quiet.set_result(None)
-
-    def _result(self, transfer_id: int, work: Work, now: float) -> FetchResult:
-        session = work.session
-        started = session.started_at if session.started_at is not None else now
-        arrived = session.arrived_at if session.arrived_at is not None else now
-        assert session.outcome is not None
-        return FetchResult(
-            transfer_id=transfer_id,
-            outcome=session.outcome,
-            detail=session.detail,
-            backend=work.link.peer.link.backend,
-            num_bytes=work.num_bytes,
-            early_bytes=work.early_bytes,
-            num_copies=sum(map(len, work.chunks)),
-            snapshot=session.snapshot,
-            is_data_complete=session.is_data_complete,
-            times=FetchTimes(
-                queue_s=started - session.queued_at,
-                post_s=work.post_s,
-                wire_s=arrived - started,
-                slot_s=now - arrived,
-                total_s=now - session.queued_at,
-            ),
-        )
 
     def _session(self, num_chunks: int, lease: LeaseRef | None, deadline_s: float, *, is_open: bool = False) -> Session:
         now = self._clock.now()

@@ -26,7 +26,8 @@ from kvtransfer.handshake import PairReport
 from kvtransfer.memory import Scratch
 from kvtransfer.pairs import Pairs
 from kvtransfer.probe import NUM_GLANCES
-from kvtransfer.transfer_loop import TransferLoop, TransferStats, Work
+from kvtransfer.transfer_loop import TransferLoop, TransferStats
+from kvtransfer.work import Work
 
 _MIN_SLEEP_S = 50e-6
 _MAX_SLEEP_S = 1e-3
@@ -135,7 +136,11 @@ class TransferThread:
         """
         work = self._loop.begin(link, request)
         transfer = work.transfer
-        transfer.bind(abandon=partial(self._submit, partial(self._loop.abort, work)), more=partial(self._more, work))
+        transfer.bind(
+            abandon=partial(self._submit, partial(self._loop.abort, work)),
+            more=partial(self._more, work),
+            granted=partial(self._submit, partial(self._loop.granted, work)),
+        )
         if not self._submit(partial(self._loop.fetch, work)):
             self._custody.end(request.transfer_id, CustodyEnd.NEVER_POSTED)
             raise BackendFailed("the transfer thread has stopped")

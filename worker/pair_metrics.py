@@ -41,6 +41,13 @@ class PairCollector(Collector):
                 "num_bytes",
             ),
             ("operations", "Operations that are over, reads of lease slots included", "num_ops"),
+            (
+                "descriptors",
+                "Descriptors of those operations, neighbours merged, where the backend tells",
+                "num_descriptors",
+            ),
+            ("post_seconds", "Seconds spent in posting; where posting is the copy, all of it", "post_s"),
+            ("move_seconds", "Seconds from posting until the operation was seen to be over", "move_s"),
             ("handoffs", "Hand-offs begun", "num_handoffs"),
             ("retries", "Hand-offs begun for requests that had failed before", "num_retries"),
         ):

@@ -82,12 +82,28 @@ class Link:
     """When an operation of this link was last done, for the transfer loop."""
 
 
+@dataclass(frozen=True, slots=True)
+class OpStats:
+    """What a backend has measured of an operation that is DONE."""
+
+    post_s: float
+    """Until the call that posted it returned: where posting *is* the copy, all of it."""
+    move_s: float
+    num_descriptors: int
+    """As they crossed, neighbours merged."""
+
+
 @dataclass(slots=True, eq=False)
 class Op:
     """One posted operation. Backends extend it; ``status`` is that of the last poll."""
 
     link: Link
     status: OpStatus = field(default=PENDING)
+    stats: OpStats | None = None
+    """With DONE, where the backend measures."""
+    posted_at: float = 0.0
+    """``time.perf_counter`` before it was posted, and how long that took: for the transfer loop."""
+    post_s: float = 0.0
 
 
 class Backend(Protocol):

@@ -117,7 +117,7 @@ class InprocBackend:
         assert self._identity is not None and not self._closed, "the backend is not open"
         hook = self._fabric.on_post
         fault = (hook(self._identity, link.peer, batch) if hook else None) or Fault()
-        op = _InprocOp(link, PENDING, batch, fault)
+        op = _InprocOp(link, batch=batch, fault=fault)
         link.num_pending += 1
         if fault.delay_polls < 0:
             self._fabric.hold(op)

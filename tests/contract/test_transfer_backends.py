@@ -81,6 +81,17 @@ def test_scattered_blocks_arrive_where_they_belong_and_nowhere_else(pair: Pair) 
     assert (d.blocks == before).all()
 
 
+def test_nixl_tells_what_an_operation_cost(pair: Pair) -> None:
+    _, d, link = pair
+    batch = Batch(remote_region=REGION_KV, local_region=REGION_KV, copies=(Copy(0, 0, 3 * GEOMETRY.block_bytes),))
+    op = d.backend.post(link, batch)
+    assert finish(d.backend, op).state is OpState.DONE
+    assert (op.stats is not None) == (d.backend.name == "nixl")
+    if op.stats is not None:
+        assert 0 < op.stats.post_s + op.stats.move_s < LIMIT_S
+        assert op.stats.num_descriptors == 1, "three blocks in a row are one"
+
+
 def test_copies_that_are_no_whole_blocks_work_too(pair: Pair) -> None:
     p, d, link = pair
     copies = (Copy(5, 11, 100), Copy(GEOMETRY.block_bytes - 1, 3000, 77))

@@ -370,6 +370,24 @@ async def test_stages_partition_the_time_of_a_request(fault: Fault) -> None:
         assert record.num_completion_tokens == len(TEXT)
 
 
+async def test_the_wait_for_the_kv_is_divided_by_what_d_measured_and_the_rest_is_network() -> None:
+    async with rig(Script(steps=STEPS)) as r:
+        run, clock = r.run(), ManualClock()
+    run.stages = StageClock(clock)
+    clock.advance(1.0)
+    run.stages.mark("transfer")
+    run.times = t.StageTimes(transfer_post_s=0.25, transfer_verify_s=0.125, decode_queue_s=0.125, first_step_s=0.25)
+    run.finish()
+    told = {stage: seconds for stage, seconds in run.stages.stages() if seconds}
+    assert told == {
+        "transfer_post": 0.25,
+        "transfer_verify": 0.125,
+        "decode_queue": 0.125,
+        "first_step": 0.25,
+        "network": 0.25,
+    }
+
+
 async def test_a_stop_given_as_a_special_tokens_text_is_a_stop_id_and_shows_its_reason() -> None:
     eos = tiny_tokenizer().added_id(EOS_TEXT)
     script = Script(steps=[*STEPS, [eos or 0]], finish_reason=t.FinishReason.STOP, stop_token_id=eos)
