@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 from core.grammar import GrammarKind, GrammarSource
-from engine.grammar import _grammar_of
+from engine.grammar_compiler import _grammar_of
 from gateway.tools.dialect import Dialect, ToolFormat
 from gateway.tools.forced import ChosenCalls, behind_reasoning, call_list
 from modelfiles import ChatTool
