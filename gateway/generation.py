@@ -189,7 +189,7 @@ class Generation:
     def _charged(self, runs: Sequence[Run]) -> list[Run]:
         """The runs that cost something although there was no whole answer: those that made tokens, and where it was the
         caller who left, those whose prompt is being read. What fails by our fault before its first token is free."""
-        has_left = not self._stopping.is_set() and all(run.outcome == Cancelled.slug for run in runs)
+        has_left = not self._stopping.is_set() and all(run.is_over or run.outcome == Cancelled.slug for run in runs)
         return [run for run in runs if run.num_completion_tokens or (has_left and run.last_placement is not None)]
 
     def _runs(self, exchange: Exchange, scope: Scope, job: Job, answer: Answer, stages: StageClock) -> list[Run]:

@@ -5,16 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import sys
 from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
-from tests.support.asgi import Call, Reply
+import httpx
+import pytest
+
+from core.config import GatewayConfig
+from tests.support.asgi import Reply
 from tests.support.scripted import Script
+from tests.support.site import serve
 from tests.support.tiny_tokenizer import ids_of
 from tests.unit.gateway.access.conftest import OpenSite, Site
 from tests.unit.gateway.access.test_limits import until_settled
 
-NUM_REQUESTS = 500
 ANSWERS = (
     'yes <tool_call>\n{"name": "look", "arguments": {"at": 1}}\n</tool_call>',
     "hello \U0001f5fc world",
@@ -72,14 +79,42 @@ def last_event(reply: Reply) -> dict[str, Any]:
     return event
 
 
-async def one_request(site: Site, draw: random.Random, headers: dict[str, str], told: Counter[str]) -> None:
+Ask = Callable[[str, dict[str, Any], dict[str, str], bool], Awaitable[Reply]]
+"""One request: path, body, headers, and whether its client leaves before the answer is whole, at a time that is
+drawn."""
+
+
+def ask_directly(site: Site, draw: random.Random) -> Ask:
+    async def ask(path: str, body: dict[str, Any], headers: dict[str, str], leaves: bool) -> Reply:
+        call = site.client.start("POST", path, body, headers=headers)
+        if leaves:
+            for _ in range(draw.randrange(120)):  # some turns of the loop later, wherever that finds the request
+                await asyncio.sleep(0)
+            call.leave()
+        return await call.end()
+
+    return ask
+
+
+def ask_over_a_socket(http: httpx.AsyncClient, draw: random.Random) -> Ask:
+    async def ask(path: str, body: dict[str, Any], headers: dict[str, str], leaves: bool) -> Reply:
+        reply = Reply()
+        async with http.stream("POST", path, json=body, headers=headers | {"connection": "close"}) as answer:
+            reply.status = answer.status_code
+            wanted = draw.randrange(2000) if leaves else sys.maxsize
+            async for piece in answer.aiter_bytes():
+                reply.body += piece
+                if len(reply.body) > wanted:
+                    return reply
+        reply.is_complete = True
+        return reply
+
+    return ask
+
+
+async def one_request(ask: Ask, draw: random.Random, headers: dict[str, str], told: Counter[str]) -> None:
     path, body = draw_request(draw)
-    call: Call = site.client.start("POST", path, body, headers=headers)
-    if draw.random() < 0.4:
-        for _ in range(draw.randrange(120)):  # some turns of the loop later the client is gone, wherever that finds it
-            await asyncio.sleep(0)
-        call.leave()
-    reply = await call.end()
+    reply = await ask(path, body, headers, draw.random() < 0.4)
     if not reply.is_complete:
         told["left"] += 1
         return
@@ -89,23 +124,32 @@ async def one_request(site: Site, draw: random.Random, headers: dict[str, str], 
     told.update(answered=1, prompt=prompt, completion=completion)
 
 
-async def test_the_sums_of_500_mixed_requests_match_to_the_token(open_site: OpenSite) -> None:
+@pytest.mark.parametrize(("way", "num_requests"), [("direct", 200), ("socket", 500)])
+async def test_the_sums_of_mixed_requests_match_to_the_token(open_site: OpenSite, way: str, num_requests: int) -> None:
     draw = random.Random(5)
     first, *others = ([[one] for one in ids_of(text)] for text in ANSWERS)
     async with open_site(Script(steps=first, others=others), names=("m", "n"), max_context=4000) as site:
         amounts = {"tokens_per_minute": 10_000_000, "tokens_per_day": 10_000_000, "max_streams": 100}
         keys = [await site.key("a", **amounts), await site.key("a"), await site.key("b", **amounts)]
         told: Counter[str] = Counter()
-        for _ in range(NUM_REQUESTS // 10):
-            await asyncio.gather(*(one_request(site, draw, draw.choice(keys), told) for _ in range(10)))
+        async with AsyncExitStack() as stack:
+            ask = ask_directly(site, draw)
+            if way == "socket":
+                address = await stack.enter_async_context(serve(site.gateway, GatewayConfig()))
+                client = httpx.AsyncClient(base_url=f"http://{address}", timeout=60, trust_env=False)
+                ask = ask_over_a_socket(await stack.enter_async_context(client), draw)
+            for _ in range(num_requests // 10):
+                await asyncio.gather(*(one_request(ask, draw, draw.choice(keys), told) for _ in range(10)))
+            while site.gateway.reporter.num_requests:
+                await asyncio.sleep(0)
         await until_settled(site)
         rows = [*await site.usage("a"), *await site.usage("b")]
-        for _ in range(NUM_REQUESTS // 20):  # a report takes a hundred of them; a request may be several
+        for _ in range(num_requests // 20):  # a report takes a hundred of them; a request may be several
             await site.gateway.reporter.report()
         records = [record for report in site.cluster.reports for record in report.records]
         left_over = [await site.client.get("/v1/models", headers=headers) for headers in (keys[0], keys[2])]
-    assert told["left"] > 50, told
-    assert told["answered"] > 200, told
+    assert told["left"] > num_requests / 10, told
+    assert told["answered"] > num_requests / 2.5, told
     completion = sum(row.num_completion_tokens for row in rows)
     prompt = sum(row.num_prompt_tokens for row in rows)
     # The router is told of every run: what was accepted of it, whoever left.
