@@ -7,12 +7,14 @@ object, and may be absent or null. Members with other names say nothing to us an
 """
 
 import json
+import re
 from collections.abc import Callable
 
 from gateway.tools.json_scan import SPACES, JsonScanner, Status
 from gateway.tools.writer import PieceWriter
 
 ARGUMENTS = ("arguments", "parameters")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 KNOWN = ("name", *ARGUMENTS, "id", "type", "function")
 
 
@@ -137,10 +139,10 @@ class CallReader:
         return True
 
     def _take_told_arguments(self, value: object) -> bool:
-        """Arguments that are not an object: null is none, a string may hold the object."""
+        """Arguments that are not an object: null is none, a string may hold the object (but no half of a character)."""
         if value is None:
             return True
-        if not isinstance(value, str):
+        if not isinstance(value, str) or _SURROGATE.search(value):
             return False
         scanner = JsonScanner()
         is_object = value.startswith("{") and scanner.feed(value, 0) == len(value) and scanner.status is Status.DONE

@@ -166,7 +166,8 @@ def _variables(body: "ChatBody | TokenizeBody", dialect: Dialect, known: frozens
             param="reasoning_effort",
             code="unsupported_parameter",
         )
-    return {"reasoning_effort": effort, "enable_thinking": effort != "none", **given}
+    thinks = effort != "none"
+    return {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks, **given}
 
 
 def _refuse(param: str, reason: str) -> InvalidRequest:

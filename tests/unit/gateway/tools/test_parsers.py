@@ -120,7 +120,19 @@ FRAGMENTS = (
         "<parameter=city>",
         "</parameter>",
     ),
-    *('{"a": "x\\u00e9\\"}"}', "1", "-0.5", "true", "fals", " ", "\n", "\u00e9\u6f22\U0001f999", "\x00", "text"),
+    *(
+        '{"a": "x\\u00e9\\"}"}',
+        "\\ud800",
+        "1",
+        "-0.5",
+        "true",
+        "fals",
+        " ",
+        "\n",
+        "\u00e9\u6f22\U0001f999",
+        "\x00",
+        "text",
+    ),
 )
 any_text = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=25).map("".join)
 any_cuts = st.lists(st.integers(0, 400), max_size=12)
@@ -145,6 +157,7 @@ def test_no_character_of_any_text_is_lost_or_made_up(build: Build, text: str, cu
     for part in parts:
         if isinstance(part, Content | Reasoning | Syntax | CallArguments):
             copied.update(part.text)
+            assert part.text.encode(), "not empty, and no half of a character"
     read = Counter[str]("{}" * sum(name != "" for name, _ in calls(parts)))
     lost = Counter(text) - copied
     assert not lost
@@ -395,6 +408,12 @@ def test_marked_calls_that_go_wrong(text: str, arguments: str | None, rest: str 
     parts = parse(XmlParser, list(text))
     assert calls(parts) == ([] if arguments is None else [("w", arguments)])
     assert content(parts) == (text if rest is None else rest)
+
+
+def test_half_a_character_in_told_arguments_is_no_object() -> None:
+    text = '<tool_call>{"arguments": "{\\"a\\": \\"\\ud800\\"}", "name": "w"}</tool_call>'
+    parts = parse(hermes, list(text))
+    assert (content(parts), calls(parts)) == (text, [])
 
 
 # -- reasoning --------------------------------------------------------------------------------------------------------
