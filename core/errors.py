@@ -29,9 +29,10 @@ class Recovery(StrEnum):
     LATER = "later"
     """Place again without spending an attempt: there was no room."""
     REFETCH = "refetch"
-    """The finished KV may still be held: fetch again, or prefill again."""
+    """The KV is held still: another decode worker may fetch it; prefill again when it cannot be had."""
     REPLACE = "replace"
-    """Place again without the blamed worker or pair."""
+    """Place again without the blamed worker or pair. What a prefill worker holds is of use only when a decode worker is
+    to blame."""
 
 
 class Blame(StrEnum):
@@ -148,16 +149,19 @@ class TransferError(ServingError):
 
 class LeaseExpired(TransferError):
     slug = "lease_expired"
+    recovery = Recovery.REPLACE
     blame = Blame.NONE
 
 
 class StaleLease(TransferError):
     slug = "stale_lease"
+    recovery = Recovery.REPLACE
     blame = Blame.NONE
 
 
 class DigestMismatch(TransferError):
     slug = "digest_mismatch"
+    recovery = Recovery.REPLACE
 
 
 class TransferStalled(TransferError):

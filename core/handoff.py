@@ -39,6 +39,20 @@ class HandoffOutcome(StrEnum):
     NO_CAPACITY = "no_capacity"
     BACKEND_FAILED = "backend_failed"
 
+    @property
+    def ends_lease(self) -> bool:
+        """Nobody is to read the blocks any more: they were taken, or the request is over, or they are not what they
+        should be. After any other outcome only the claim is over, and another reader may make its own."""
+        return self not in _ENDS_CLAIM
+
+
+_ENDS_CLAIM = (
+    HandoffOutcome.PEER_LOST,
+    HandoffOutcome.STALLED,
+    HandoffOutcome.NO_CAPACITY,
+    HandoffOutcome.BACKEND_FAILED,
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkInfo:
@@ -162,6 +176,8 @@ class Ready:
     """Complete, fenced, immutable blocks so far (early reads)."""
 
     handoff_id: HandoffId
+    attempt: int
+    """Of the claim that it answers; so in Sealed and Ended."""
     lease: LeaseRef
     slot: int
     first_block: int
@@ -193,6 +209,7 @@ class Sealed:
     """The hand-off is complete. ``first_tokens`` travel whole: after D's commit P's death is no error."""
 
     handoff_id: HandoffId
+    attempt: int
     grant: Grant
     first_tokens: tuple[FirstToken, ...]
 
@@ -216,7 +233,8 @@ class Renew:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """The claimant is done; P frees the blocks. Idempotent, an unknown or old (lease, epoch) changes nothing."""
+    """The claimant is done: the lease ends, or the claim alone (``HandoffOutcome.ends_lease``). Idempotent, an unknown
+    or old (lease, epoch) changes nothing."""
 
     handoff_id: HandoffId
     lease: LeaseRef
@@ -227,18 +245,20 @@ class Release:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AbortHandoff:
-    """D gives up, with or without a lease. Leaves a tombstone, so that a late Open or Sealed finds it."""
+    """D gives up before it knows a lease. What it opened is not waited for any more; a lease ends as by Release."""
 
     handoff_id: HandoffId
     attempt: int
+    outcome: HandoffOutcome
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """A lease ended at P without the claimant's Release."""
+    """A lease ended at P without the claimant's Release, or somebody else holds it now."""
 
     handoff_id: HandoffId
+    attempt: int
     lease: LeaseRef
     slug: str
     message: str

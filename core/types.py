@@ -256,6 +256,16 @@ class WorkerAddress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeldHandoff:
+    """KV of a prompt, computed or under computation at ``holder``. The decode worker it was for has failed: another can
+    claim it."""
+
+    handoff_id: HandoffId
+    """Names the lease at the holder."""
+    holder: WorkerAddress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceRequest:
     request_id: RequestId
     model: str
@@ -274,6 +284,8 @@ class PlaceRequest:
     """Blamed incarnations: a restarted worker is a new one and is not excluded."""
     excluded_pairs: tuple[tuple[WorkerId, Incarnation, WorkerId, Incarnation], ...] = ()
     """(prefill, its incarnation, decode, its incarnation) of failed hand-offs."""
+    held: HeldHandoff | None = None
+    """Where a decode worker alone would do."""
     traceparent: str = ""
 
 
@@ -295,6 +307,8 @@ class Placement:
     decode: WorkerAddress
     prefill: WorkerAddress | None = None
     """None in ``local`` mode."""
+    is_held: bool = False
+    """``prefill`` has what was asked with ``held``, under the same ``handoff_id``: D claims it, nothing is computed."""
     prediction: Prediction = field(default_factory=Prediction)
     runner_up: str = ""
     reason: str = ""
@@ -324,6 +338,8 @@ class AdmitRequest:
     worker_incarnation: Incarnation
     """Whom the placement meant; another incarnation refuses with StaleIncarnation."""
     prefill: WorkerAddress | None = None
+    is_held: bool = False
+    """The hand-off was made for another claim: an attempt before this one."""
     ticket: bytes = b""
     stream_key: int = 0
     """The gateway's name for the first choice of this attempt in `PlainTokens`, the others follow: never used again by
@@ -383,6 +399,8 @@ class AbortRequest:
     reason: str
     choices: tuple[int, ...] = ()
     """To a decode worker: only these choices are not read any more, the others go on. Empty is all of them."""
+    is_resumed: bool = False
+    """To a decode worker: another attempt will claim what a prefill worker holds for this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -448,6 +466,8 @@ class WorkerLoad:
     kv_bytes_sent: tuple[tuple[str, int], ...] = ()
     """By transfer backend, as far as P can know: bytes of released leases whose outcome was ok."""
     prompt_tokens_computed: int = 0
+    prompt_tokens_refetched: int = 0
+    """Of hand-offs that were taken by another claim than the first: they would have been computed again."""
     tokens_generated: int = 0
     num_steps: int = 0
     busy_s: float = 0.0

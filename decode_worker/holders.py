@@ -15,7 +15,6 @@ canary was read again. The router hears of it and places elsewhere.
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -24,6 +23,7 @@ from typing import Any, Protocol
 from core.errors import BackendFailed, Blame, PeerLost, ServingError, error_from_slug
 from core.handoff import (
     AbortHandoff,
+    Claim,
     Ended,
     HandoffOutcome,
     Hello,
@@ -52,8 +52,6 @@ from worker.context import WorkerContext
 
 log = logging.getLogger(__name__)
 
-_REMEMBERED = 1024
-"""Hand-offs given up before their grant came."""
 _MAX_PROBES = 10
 """That fail, of one incarnation; they take some minutes. Then it is forgotten, as one that is gone."""
 
@@ -72,11 +70,18 @@ Dial = Callable[[WorkerAddress], HandoffStream]
 class Offer:
     """A hand-off we opened, as its holder tells of it: any number of Ready, then Sealed, or the error that ended it."""
 
-    def __init__(self) -> None:
+    def __init__(self, message: Open | Claim) -> None:
+        self.message = message
         self._messages: asyncio.Queue[Ready | Sealed | ServingError] = asyncio.Queue()
         self._is_over = False
         self.lease: LeaseRef | None = None
         """Known from Sealed on; it is renewed until released."""
+        self.on_ended: Callable[[ServingError], None] = lambda error: None
+        """Called when the holder says that it is over for us, at any time."""
+
+    @property
+    def key(self) -> tuple[HandoffId, int]:
+        return self.message.handoff_id, self.message.attempt
 
     async def next(self) -> Ready | Sealed:
         """What the holder said next. Raises its refusal, or the loss of the holder. Nothing follows Sealed."""
@@ -92,6 +97,11 @@ class Offer:
             if isinstance(message, Sealed):
                 self.lease = message.grant.lease
             self._messages.put_nowait(message)
+
+    def end(self, error: ServingError) -> None:
+        """The holder's word, also after Sealed."""
+        self.put(error)
+        self.on_ended(error)
 
 
 class Holder:
@@ -113,11 +123,10 @@ class Holder:
         self._is_superseded = is_superseded
         self.address = address
         self._outgoing: asyncio.Queue[ToHolder] = asyncio.Queue()
-        self._offers: dict[HandoffId, Offer] = {}
+        self._offers: dict[tuple[HandoffId, int], Offer] = {}
         self._peer: asyncio.Future[PeerInfo] = asyncio.get_running_loop().create_future()
         self._peer.add_done_callback(_take_error)
         self._lost: ServingError | None = None
-        self._given_up: OrderedDict[HandoffId, int] = OrderedDict()  # with the attempt that claimed it
 
     async def run(self) -> None:
         """Dial and serve until the stream ends."""
@@ -157,30 +166,29 @@ class Holder:
         peer = await asyncio.shield(self._peer)
         return await asyncio.wrap_future(self._transfers.check(peer))
 
-    def open(self, message: Open) -> Offer:
-        """Ask for a hand-off."""
-        offer = Offer()
+    def open(self, message: Open | Claim) -> Offer:
+        """Ask for a hand-off. To be closed."""
+        offer = Offer(message)
         if self._lost is not None:
             offer.put(self._lost)
             return offer
-        self._offers[message.handoff_id] = offer
+        self._offers[offer.key] = offer
         self._outgoing.put_nowait(message)
         return offer
 
-    def release(
-        self, handoff_id: HandoffId, lease: LeaseRef, attempt: int, outcome: HandoffOutcome, num_bytes: int
-    ) -> None:
+    def close(self, offer: Offer, outcome: HandoffOutcome, *, num_bytes: int = 0, reason: str = "") -> None:
         """The claim is over. Legal in every state, idempotent at the holder."""
-        self._offers.pop(handoff_id, None)
-        self._send(Release(handoff_id=handoff_id, lease=lease, attempt=attempt, outcome=outcome, num_bytes=num_bytes))
+        self._offers.pop(offer.key, None)
+        handoff_id, attempt = offer.key
+        if offer.lease is None:
+            self._send(AbortHandoff(handoff_id=handoff_id, attempt=attempt, outcome=outcome, reason=reason))
+        else:
+            self._release(handoff_id, attempt, offer.lease, outcome, num_bytes)
 
-    def abort(self, handoff_id: HandoffId, attempt: int, reason: str) -> None:
-        """Give the hand-off up before its grant was taken."""
-        if self._offers.pop(handoff_id, None) is not None:
-            self._given_up[handoff_id] = attempt
-            if len(self._given_up) > _REMEMBERED:
-                self._given_up.popitem(last=False)
-            self._send(AbortHandoff(handoff_id=handoff_id, attempt=attempt, reason=reason))
+    def _release(
+        self, handoff_id: HandoffId, attempt: int, lease: LeaseRef, outcome: HandoffOutcome, num_bytes: int
+    ) -> None:
+        self._send(Release(handoff_id=handoff_id, lease=lease, attempt=attempt, outcome=outcome, num_bytes=num_bytes))
 
     @property
     def is_lost(self) -> bool:
@@ -210,21 +218,20 @@ class Holder:
     def _handle(self, reply: ToReader) -> None:
         match reply:
             case Ready():
-                offer = self._offers.get(reply.handoff_id)
+                offer = self._offers.get((reply.handoff_id, reply.attempt))
                 if offer is not None:
                     offer.put(reply)
             case Sealed():
-                offer = self._offers.get(reply.handoff_id)
+                offer = self._offers.get((reply.handoff_id, reply.attempt))
                 if offer is None:
                     # Nobody waits any more: the attempt was aborted while this was under way.
-                    attempt = self._given_up.get(reply.handoff_id, 0)
-                    self.release(reply.handoff_id, reply.grant.lease, attempt, HandoffOutcome.ABORTED, 0)
+                    self._release(reply.handoff_id, reply.attempt, reply.grant.lease, HandoffOutcome.ABORTED, 0)
                 else:
                     offer.put(reply)
             case Refused() | Ended():
-                offer = self._offers.get(reply.handoff_id)
+                offer = self._offers.get((reply.handoff_id, reply.attempt))
                 if offer is not None:
-                    offer.put(error_from_slug(reply.slug, reply.message, worker_id=self.address.worker_id))
+                    offer.end(error_from_slug(reply.slug, reply.message, worker_id=self.address.worker_id))
             case _:
                 log.warning("unexpected hand-off message", extra={"kind": type(reply).__name__})
 

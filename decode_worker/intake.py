@@ -22,7 +22,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from core.errors import LayoutMismatch
-from core.handoff import DigestKind, Grant, HandoffOutcome, Open, Sealed
+from core.handoff import Claim, DigestKind, Grant, HandoffOutcome, Open, Sealed
 from core.ids import Incarnation, RequestId
 from core.types import AdmitRequest, FirstToken, Mode, StageTimes
 from decode_worker.holders import Holder, Holders
@@ -80,6 +80,8 @@ class Admission:
     marks: dict[str, float] = field(default_factory=dict)
     """``time.monotonic`` of state changes: they become the stage times."""
     fetch: FetchResult | None = None
+    is_resumed: bool = False
+    """It ends, and the request may go on elsewhere: what is held for it is left to another claim."""
 
     @property
     def key(self) -> AttemptKey:
@@ -209,7 +211,7 @@ class Intake:
         admission.enter(AdmissionState.OPENED)
         request = asked.request
         offer = holder.open(
-            Open(
+            (Claim if asked.is_held else Open)(
                 handoff_id=asked.handoff_id,
                 request_id=request.request_id,
                 attempt=request.attempt,
@@ -218,36 +220,30 @@ class Intake:
                 traceparent=request.traceparent,
             )
         )
+        outcome, reason = HandoffOutcome.OK, ""
         try:
             await context.failpoints.reach("decode.opened")
             link = await holder.link()
-        except BaseException:
-            holder.abort(asked.handoff_id, request.attempt, "the claimant gave up")
-            raise
-        async with self._reading(admission, link, num_held) as reading:
-            try:
+            async with self._reading(admission, link, num_held) as reading:
+                offer.on_ended = reading.give_up
                 while not isinstance(message := await offer.next(), Sealed):
                     await context.failpoints.reach("decode.ready")
                     reading.take(message)
-            except BaseException:
-                holder.abort(asked.handoff_id, request.attempt, "the claimant gave up")
-                raise
-            admission.enter(AdmissionState.FETCHING)
-            outcome = HandoffOutcome.OK
-            try:
-                _check_firsts(message.first_tokens, admission)
-                self._check_grant(message.grant, admission, num_held)
-                await context.failpoints.reach("decode.granted")
-                blocks = await reading.finish(message.grant)
-            except BaseException as error:
-                outcome = outcome_of(error)
-                raise
-            finally:
-                admission.fetch = reading.result
-                admission.marks.update(reading.marks)
-                num_bytes = 0 if reading.result is None else reading.result.num_bytes
-                holder.release(asked.handoff_id, message.grant.lease, request.attempt, outcome, num_bytes)
-        return message, blocks
+                admission.enter(AdmissionState.FETCHING)
+                try:
+                    _check_firsts(message.first_tokens, admission)
+                    self._check_grant(message.grant, admission, num_held)
+                    await context.failpoints.reach("decode.granted")
+                    return message, await reading.finish(message.grant)
+                finally:
+                    admission.fetch = reading.result
+                    admission.marks.update(reading.marks)
+        except BaseException as error:
+            outcome, reason = _outcome(admission, error), str(error)
+            raise
+        finally:
+            num_bytes = 0 if admission.fetch is None else admission.fetch.num_bytes
+            holder.close(offer, outcome, num_bytes=num_bytes, reason=reason)
 
     def _reading(self, admission: Admission, link: Link, num_held: int) -> Reading:
         return Reading(
@@ -289,6 +285,15 @@ class Intake:
             )
             for choice, part in zip(choices, parts, strict=True)
         ]
+
+
+def _outcome(admission: Admission, error: BaseException) -> HandoffOutcome:
+    """What the holder is told. The request is over where its attempt was aborted or its deadline has passed; what only
+    this worker cannot do is left to another."""
+    if isinstance(error, asyncio.CancelledError) and not admission.is_resumed:
+        return HandoffOutcome.ABORTED
+    outcome = outcome_of(error)
+    return HandoffOutcome.NO_CAPACITY if outcome is HandoffOutcome.ABORTED else outcome
 
 
 def _check_firsts(firsts: tuple[FirstToken, ...], admission: Admission) -> None:

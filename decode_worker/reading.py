@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
-from core.errors import LayoutMismatch, PeerLost, StaleLease
+from core.errors import LayoutMismatch, PeerLost, ServingError, StaleLease, TransferError
 from core.handoff import DigestKind, Grant, HandoffOutcome, LeaseRef, Ready
 from core.tasks import TaskScope
 from engine.block_pool import Reservation
@@ -66,6 +66,7 @@ class Reading:
         """Of the transfer, from the moment it is known."""
         self.marks: dict[str, float] = {}
         """``time.monotonic`` of when that was ("arrived"), and when every digest was found equal ("verified")."""
+        self._ended: ServingError | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -80,13 +81,20 @@ class Reading:
             self._local.clear()
         await self._scope.close()
 
+    def give_up(self, error: ServingError) -> None:
+        """The holder has ended the hand-off: what has not arrived by now is not read any more. Data that is complete is
+        judged as always."""
+        self._ended = error
+        if self._transfer is not None:
+            self._transfer.abandon()
+
     def take(self, ready: Ready) -> None:
         """Begin to read what P has announced and was not asked for yet.
 
         Raises LayoutMismatch for blocks that the hand-off does not have. What belongs to another lease than the blocks
         before it is left alone: the grant will tell.
         """
-        if self._lease not in (None, ready.lease):
+        if self._ended is not None or self._lease not in (None, ready.lease):
             return
         announced = dict(enumerate(ready.block_ids, ready.first_block))
         if announced:
@@ -95,6 +103,8 @@ class Reading:
     async def finish(self, grant: Grant) -> list[int]:
         """Read what is missing, then verify everything. Returns the local blocks of the grant, in order. Raises the
         typed error of what went wrong."""
+        if self._ended is not None:
+            raise self._ended
         granted = dict(enumerate(grant.block_ids, grant.first_block))
         if self._lease not in (None, grant.lease) or any(granted.get(i) != self._remote[i] for i in self._remote):
             raise StaleLease("the blocks that were announced are not those that are granted")
@@ -104,11 +114,14 @@ class Reading:
         self.marks["arrived"] = time.monotonic()
         is_ok = result.outcome is HandoffOutcome.OK
         if not is_ok and not (result.outcome is HandoffOutcome.PEER_LOST and result.is_data_complete):
-            raise result.error() or PeerLost("the transfer failed")
+            raise self._ended or result.error() or PeerLost("the transfer failed")
         await asyncio.gather(*self._digesting)
         made = b"".join(self._digests.get(index, b"") for index in granted)
         num_kv_heads = self._context.geometry.num_kv_heads
-        check_read(grant, result.snapshot if is_ok else None, made, num_kv_heads=num_kv_heads)
+        try:
+            check_read(grant, result.snapshot if is_ok else None, made, num_kv_heads=num_kv_heads)
+        except TransferError as error:
+            raise self._ended or error from None  # the slot speaks of another's grant then
         self.marks["verified"] = time.monotonic()
         await self._context.failpoints.reach("decode.fetched")
         if not self._transfer.quiet.done():

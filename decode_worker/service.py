@@ -156,6 +156,8 @@ class DecodeRole:
                 admission.unread.update(request.choices)
             return AbortReply(found=bool(wanted))
         self._tombstones.add(request.request_id, request.attempt)
+        for admission in wanted:
+            admission.is_resumed = request.is_resumed
         await self._end_all(wanted, None)
         return AbortReply(found=bool(wanted), num_custody_blocks=self._context.engine.pool.counts().custody)
 
@@ -289,6 +291,7 @@ class DecodeRole:
         """Everything is given back, then the gateway is told (if it must be)."""
         if admission in self._queue:
             self._queue.remove(admission)
+        admission.is_resumed = admission.is_resumed or error is not None
         if admission.task is not None:
             admission.task.cancel()
             await asyncio.wait({admission.task})

@@ -33,6 +33,11 @@ class Attempt:
         return self.run.request_of(self.branch, self.number)
 
     @property
+    def is_taken(self) -> bool:
+        """D has what P held, and P holds it no more."""
+        return self._has_decode_chunk
+
+    @property
     def is_over(self) -> bool:
         return self.run.is_scored and all(choice.finish_reason is not None for choice in self.branch.choices)
 
@@ -40,6 +45,11 @@ class Attempt:
     def is_settled_by_decode(self) -> bool:
         """D ended every choice by itself: there is nothing to abort."""
         return all(choice.is_ended_by_decode for choice in self.branch.choices)
+
+    def go_on_from(self, reply: t.PrefillReply) -> None:
+        """An attempt before this one took it; first tokens that it did not accept are accepted when this D is there."""
+        self._firsts = list(reply.first_tokens)
+        self._has_prefill_reply = True
 
     def take(self, event: Event) -> None:
         """First tokens wait until D has accepted, unless they end their choice."""

@@ -1,9 +1,9 @@
 """The two legs of one attempt, running in parallel and reporting into one mailbox.
 
     admit:    asked --> accepted --> settled (D ended the choice by itself)
-    prefill:  asked --> answered
+    prefill:  drawn in prefill_leg.py; it may be that of an attempt before
 
-An attempt that D did not settle is aborted at both workers, whatever ended it.
+An attempt that D did not settle is aborted there, whatever ended it; what is at P is ended by the branch.
 
 Events are handled where they arrive, without a task in between: a token costs one call from the stream's reader to the
 client's frame (docs/adr/0018-tokens-are-pushed.md). The deadline is an event like any other.
@@ -11,16 +11,16 @@ client's frame (docs/adr/0018-tokens-are-pushed.md). The deadline is an event li
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from functools import partial
 
 from core import types as t
-from core.errors import DeadlineExceeded, InternalError, ServingError, WorkerLost
+from core.errors import DeadlineExceeded, ServingError
 from core.ids import Incarnation, WorkerId
 from core.tasks import TaskScope
 from gateway.attempt import Attempt
 from gateway.ports import ClientFactory, PrefillPort
+from gateway.prefill_leg import PrefillLeg, abort, report
 from gateway.token_streams import Event, TokenStreams
 
 log = logging.getLogger(__name__)
@@ -53,11 +53,12 @@ class Peers:
         for key in dict.fromkeys(old):
             self._scope.spawn(self._prefill.pop(key).close(), name=f"close-{key[0]}")
 
-    def spawn(self, work: Coroutine[object, object, None], *, name: str) -> None:
+    def spawn(self, work: Coroutine[object, object, None], *, name: str) -> "asyncio.Task[None]":
         """Runs what must outlive a request (aborts, reports), owned here."""
         task = self._scope.spawn(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def drain(self, timeout_s: float) -> None:
         """Lets the aborts and reports under way finish."""
@@ -92,15 +93,26 @@ class Legs:
         self._link = peers.streams.link(placement.decode)
         self._link.subscribe(self._request_id, attempt.number, self.handle)
         self._stream_key = self._link.name(self._request_id, attempt.number, request.sampling.n, self.handle_token)
-        self._scope.spawn(self._report(self._admit, placement.decode), name="admit")
-        # Kept for the abort: asked for again later, it would take the place of its successor's client.
-        self._prefill_client = None if placement.prefill is None else peers.prefill(placement.prefill)
-        if placement.prefill is not None and self._prefill_client is not None:
-            call = partial(self._prefill, self._prefill_client, placement.prefill)
-            self._scope.spawn(self._report(call, placement.prefill), name="prefill")
+        admit = report(self._admit, placement.decode, attempt.run.remaining_s, self.handle)
+        self._scope.spawn(admit, name="admit")
+        self._prefill = self._begin_prefill()
         self._deadline = asyncio.get_running_loop().call_later(
             max(request.deadline_s, 0.0), self.handle, DeadlineExceeded("the request's deadline has passed")
         )
+
+    def _begin_prefill(self) -> PrefillLeg | None:
+        """The call to P, or what is left of that of an attempt before: its KV is claimed."""
+        placement, branch = self._placement, self._attempt.branch
+        if placement.prefill is None:
+            return None
+        leg = branch.prefill
+        if leg is None:
+            client = self._peers.prefill(placement.prefill)
+            leg = branch.prefill = PrefillLeg(client, self._peers.spawn, placement, self._attempt.request)
+        elif leg.reply is not None:
+            self._attempt.go_on_from(leg.reply)
+        leg.attach(self.handle)
+        return leg
 
     def handle(self, event: Event) -> None:
         """Takes what happened next. Its failure, whatever it is, is this attempt's: the stream goes on for others."""
@@ -133,16 +145,22 @@ class Legs:
         elif self._attempt.unread:
             self._abort_unread()
 
-    async def close(self, reason: str) -> None:
-        """Ends the attempt: nothing is delivered any more, and unfinished work is aborted at both workers."""
+    async def close(self, reason: str, *, has_failed: bool = False) -> None:
+        """Ends the attempt: nothing is delivered any more, and unfinished work is aborted at D. ``has_failed``: another
+        attempt follows, if one can."""
         self.over.cancel()
         self._deadline.cancel()
         self._link.unsubscribe(self._request_id, self._attempt.number)
+        if self._prefill is not None:
+            self._prefill.detach(is_taken=self._attempt.is_taken)
         if not self._attempt.is_settled_by_decode:
-            abort = t.AbortRequest(request_id=self._request_id, attempt=self._attempt.number, reason=reason)
-            self._peers.spawn(_abort(self._link.client.abort, abort), name=f"abort-decode-{self._request_id}")
-            if self._prefill_client is not None:
-                self._peers.spawn(_abort(self._prefill_client.abort, abort), name=f"abort-prefill-{self._request_id}")
+            is_resumed = has_failed and self._prefill is not None and self._prefill.held is not None
+            request = t.AbortRequest(
+                request_id=self._request_id, attempt=self._attempt.number, reason=reason, is_resumed=is_resumed
+            )
+            self._peers.spawn(abort(self._link.client.abort, request), name=f"abort-decode-{self._request_id}")
+        elif self._prefill is not None:
+            self._prefill.settle()
         await self._scope.close()
 
     def _abort_unread(self) -> None:
@@ -150,13 +168,13 @@ class Legs:
         unread = self._attempt.unread - self._told
         if unread:
             self._told |= unread
-            abort = t.AbortRequest(
+            request = t.AbortRequest(
                 request_id=self._request_id,
                 attempt=self._attempt.number,
                 reason="stop",
                 choices=tuple(sorted(unread)),
             )
-            self._peers.spawn(_abort(self._link.client.abort, abort), name=f"abort-choices-{self._request_id}")
+            self._peers.spawn(abort(self._link.client.abort, request), name=f"abort-choices-{self._request_id}")
 
     async def _admit(self) -> t.AdmitReply:
         await self._link.ready()
@@ -167,61 +185,23 @@ class Legs:
                 mode=self._placement.mode,
                 worker_incarnation=self._placement.decode.incarnation,
                 prefill=self._placement.prefill,
+                is_held=self._placement.is_held,
                 ticket=self._placement.ticket,
                 stream_key=self._stream_key,
             )
         )
 
-    async def _prefill(self, client: PrefillPort, worker: t.WorkerAddress) -> t.PrefillReply:
-        return await client.prefill(
-            t.PrefillRequest(
-                request=self._attempt.request(),
-                handoff_id=self._placement.handoff_id,
-                worker_incarnation=worker.incarnation,
-                decode=self._placement.decode,
-            )
-        )
-
-    async def _report(
-        self,
-        call: Callable[[], Coroutine[object, object, t.AdmitReply | t.PrefillReply]],
-        worker: t.WorkerAddress,
-    ) -> None:
-        """One event, however the call ends: nobody waits for a call that is gone."""
-        event: Event = InternalError("the call to a worker broke", worker_id=worker.worker_id)
-        try:
-            event = await call()
-        except ServingError as error:
-            if isinstance(error, DeadlineExceeded) and self._attempt.run.remaining_s() > 0:
-                # The call's own limit, not the request's: a worker that does not answer is lost to this attempt.
-                error = WorkerLost(error.message)
-            if error.worker_id is None:
-                error.worker_id = worker.worker_id
-            event = error
-        finally:
-            self.handle(event)
-
 
 @asynccontextmanager
 async def open_legs(peers: Peers, attempt: Attempt) -> AsyncIterator[Legs]:
-    """The legs of one attempt; leaving the block, however it happens, ends them at both workers."""
+    """The legs of one attempt; leaving the block, however it happens, ends D's; P's is the branch's."""
     legs = Legs(peers, attempt)
-    reason = "cancelled"
+    reason, has_failed = "cancelled", False
     try:
         yield legs
         reason = "finished"
     except ServingError as error:
-        reason = error.slug
+        reason, has_failed = error.slug, True
         raise
     finally:
-        await legs.close(reason)
-
-
-async def _abort(
-    abort: Callable[[t.AbortRequest], Coroutine[object, object, t.AbortReply]], request: t.AbortRequest
-) -> None:
-    try:
-        await abort(request)
-    except ServingError as error:
-        # The worker's own timers and the loss of our stream end the attempt there; nothing waits for this.
-        log.debug("abort failed", extra={"request_id": request.request_id, "slug": error.slug})
+        await legs.close(reason, has_failed=has_failed)

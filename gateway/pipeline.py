@@ -68,25 +68,38 @@ class Pipeline:
     async def _drive(self, run: Run, branch: Branch) -> None:
         """To the end of these choices; those that have come apart go on beside each other."""
         branches = [branch]
-        while len(branches) == 1:
-            branch = branches[0]
-            try:
-                await self._attempt(run, branch)
-                return
-            except ServingError as error:
-                pause_s = self._recover(run, branch, error)
-            await asyncio.sleep(pause_s)
-            branches = branch.apart()
+        try:
+            while len(branches) == 1:
+                branch, reason = branches[0], Cancelled.slug
+                try:
+                    if await self._attempt(run, branch):
+                        reason = "finished"
+                        return
+                    pause_s = 0.0
+                except ServingError as error:
+                    reason = error.slug
+                    pause_s = self._recover(run, branch, error)
+                await asyncio.sleep(pause_s)
+                branches = [branch] if branch.prefill is not None else branch.apart()
+        finally:
+            branch.end_prefill(reason)
         await all_or_none([self._drive(run, one) for one in branches])
 
-    async def _attempt(self, run: Run, branch: Branch) -> None:
+    async def _attempt(self, run: Run, branch: Branch) -> bool:
+        """False when what is held for these choices cannot be had any more, and they have come apart: nothing was
+        begun."""
         number = run.begin_attempt(branch)
         placement = await self._place(run, branch, number)
         outcome, blamed = Cancelled.slug, None
         try:
+            if branch.prefill is not None and not placement.is_held:
+                branch.end_prefill("placed anew")
+                if not branch.is_together:
+                    return False
             async with open_legs(self._peers, Attempt(run, branch, number, placement)) as legs:
                 await legs.over
             outcome = "ok"
+            return True
         except ServingError as error:
             outcome, blamed = error.slug, error.worker_id
             raise
@@ -136,11 +149,15 @@ class Pipeline:
                 "num_accepted": sum(len(choice.accepted) for choice in branch.choices),
             },
         )
+        if not _is_held(branch, placement, error, recovery):
+            branch.end_prefill(error.slug)
         if recovery is Recovery.LATER:
             branch.num_refused += 1
             if run.refused_for_s(branch) > self._limits.capacity_patience_s:
                 raise error
             num_waits = branch.num_refused
+        elif placement.is_held and error.blame is Blame.NONE:
+            num_waits = 0  # what was held is gone: to ask for it was no attempt
         else:
             branch.num_failed += 1
             if branch.num_failed >= self._limits.max_attempts:
@@ -164,3 +181,11 @@ class Pipeline:
             await self._router.end_placement(end)
         except ServingError as error:
             log.debug("end of placement not reported", extra={"slug": error.slug})  # its estimates expire there
+
+
+def _is_held(branch: Branch, placement: t.Placement, error: ServingError, recovery: Recovery) -> bool:
+    """Whether another decode worker may fetch what P has: it was this one, or the way to it, that failed."""
+    if branch.prefill is None or branch.prefill.held is None:
+        return False
+    is_decode_to_blame = error.blame is Blame.WORKER and error.worker_id == placement.decode.worker_id
+    return recovery in (Recovery.REFETCH, Recovery.LATER) or is_decode_to_blame

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from core import types as t
 from core.ids import Incarnation, WorkerId
+from gateway.prefill_leg import PrefillLeg
 from gateway.stages import StageClock
 from gateway.text import ChoiceText, TextDelta
 
@@ -48,6 +49,8 @@ class Branch:
     """When the first of the refusals since the last token came."""
     placement: t.Placement | None = None
     """Of the current attempt; None while the router decides."""
+    prefill: PrefillLeg | None = None
+    """What is under way, or held, at a prefill worker. It outlives attempts whose decode worker failed."""
 
     def apart(self) -> "list[Branch]":
         """The unfinished choices, in branches of what each has accepted by now."""
@@ -61,14 +64,27 @@ class Branch:
                 choices=tuple(choices),
                 excluded_workers=list(self.excluded_workers),
                 excluded_pairs=list(self.excluded_pairs),
+                prefill=None,
             )
             for choices in together.values()
         ]
 
     @property
     def accepted(self) -> tuple[int, ...]:
-        """The same for all choices when an attempt begins."""
-        return tuple(self.choices[0].accepted)
+        """The same for all choices when an attempt begins, or when what is held was asked for."""
+        return tuple(self.choices[0].accepted) if self.prefill is None else self.prefill.accepted
+
+    @property
+    def is_together(self) -> bool:
+        """One attempt can serve these choices as they are now."""
+        first = self.choices[0]
+        return all(choice.finish_reason is None and choice.accepted == first.accepted for choice in self.choices)
+
+    def end_prefill(self, reason: str) -> None:
+        """Nobody will fetch what is under way or held there."""
+        if self.prefill is not None:
+            self.prefill.end(reason)
+            self.prefill = None
 
 
 class Run:
@@ -130,7 +146,7 @@ class Run:
         )
 
     def place_request(self, branch: Branch, attempt: int) -> t.PlaceRequest:
-        request, num_accepted = self.request, len(branch.choices[0].accepted)
+        request, num_accepted = self.request, len(branch.accepted)
         return t.PlaceRequest(
             request_id=request.request_id,
             model=request.model,
@@ -145,6 +161,7 @@ class Run:
             tenant=request.tenant,
             excluded_workers=tuple(branch.excluded_workers),
             excluded_pairs=tuple(branch.excluded_pairs),
+            held=None if branch.prefill is None else branch.prefill.held,
             traceparent=request.traceparent,
         )
 

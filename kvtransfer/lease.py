@@ -5,7 +5,7 @@
                  claim (remembered)
                     .--.
     open -> FILLING -'  `-> seal -> SEALED -> claim -> CLAIMED      (seal goes to CLAIMED at once when already claimed)
-               |                      |                  |
+               |                      |  ^--- unclaim ---|
                |                      |                  +-- release by the holder --> RELEASED
                |                      +------------------+-- lease time over -------> EXPIRED
                +----------------------+------------------+-- revoke ---------------> REVOKED
@@ -306,14 +306,22 @@ class LeaseTable:
         state = LeaseState.REVOKED if lease.state is LeaseState.FILLING else LeaseState.RELEASED
         return Verdict.APPLIED, self._end(lease, state, reason, now)
 
+    def unclaim(self, ref: LeaseRef, reader: Reader) -> Verdict:
+        """The holder gives its claim up and leaves the lease to others, for what is left of its time."""
+        lease, verdict = self._lookup(ref)
+        if lease is None:
+            return verdict
+        if lease.reader != reader:
+            return self._late(Verdict.NOT_HOLDER)
+        self._drop_claim(lease)
+        return Verdict.APPLIED
+
     def drop_reader(self, incarnation: Incarnation) -> int:
         """That incarnation is gone: it holds nothing any more. Its leases can be claimed by others until they
         expire."""
         dropped = [x for x in self._leases.values() if x.reader is not None and x.reader.incarnation == incarnation]
         for lease in dropped:
-            lease.reader = None
-            if lease.state is LeaseState.CLAIMED:
-                self._set_state(lease, LeaseState.SEALED)
+            self._drop_claim(lease)
         return len(dropped)
 
     # -- reports ------------------------------------------------------------------------------------------------------
@@ -354,6 +362,11 @@ class LeaseTable:
             return lease, Verdict.APPLIED
         ended = lease is None and ref.lease_id in self._ended_ids
         return None, self._late(Verdict.DUPLICATE if ended else Verdict.UNKNOWN)
+
+    def _drop_claim(self, lease: _Lease) -> None:
+        lease.reader = None
+        if lease.state is LeaseState.CLAIMED:
+            self._set_state(lease, LeaseState.SEALED)
 
     def _late(self, verdict: Verdict) -> Verdict:
         self._counts.late += 1

@@ -11,8 +11,9 @@ Blocks that are offered while the prompt is computed are leased in the pool on t
 eviction and preemption) until the hand-off is sealed, which leases all blocks at once, or over.
 
 An Open that comes before ``begin`` waits here for up to ``lease_s`` (order is not assumed), and for as long as the
-prompt itself waits for room (``expect``). Whatever ends a hand-off bumps the epoch first and gives the blocks back
-afterwards. Everything runs on the event loop.
+prompt itself waits for room (``expect``). A claimant that fails or is lost leaves the hand-off to the next one, which
+claims it with a higher attempt; the one before is told. Whatever ends a hand-off bumps the epoch first and gives the
+blocks back afterwards. Everything runs on the event loop.
 """
 
 import asyncio
@@ -46,7 +47,7 @@ from kvtransfer import digest as digests
 from kvtransfer.digest import DigestMemory
 from kvtransfer.fetch import error_of
 from kvtransfer.layout import check_peer
-from kvtransfer.lease import EndedLease, LeaseTable, LeaseView, Reader
+from kvtransfer.lease import EndedLease, LeaseTable, LeaseView, Reader, Verdict
 from worker.context import WorkerContext
 
 log = logging.getLogger(__name__)
@@ -113,6 +114,8 @@ class Exports:
         self.room_freed = asyncio.Event()
         """Set whenever blocks or quota came back."""
         self.sent_bytes = 0
+        self.refetched_tokens = 0
+        """Of hand-offs that another claim than the first has taken: they were not computed again."""
         self.outcomes: dict[str, int] = {}
 
     # -- P's own side -------------------------------------------------------------------------------------------------
@@ -176,9 +179,9 @@ class Exports:
         if self._leases.set_ready(export.lease.ref.lease_id, len(blocks)):
             self._tell_ready(export, reader, first, rest, b"")
 
-    def _reader_of(self, export: _Export) -> Incarnation | None:
+    def _reader_of(self, export: _Export) -> Reader | None:
         view = self._leases.find(export.handoff_id)
-        return None if view is None or view.reader is None else view.reader.incarnation
+        return None if view is None else view.reader
 
     async def seal(self, handoff_id: HandoffId, blocks: list[int], first_tokens: tuple[FirstToken, ...]) -> bool:
         """Hold ``blocks`` (already leased in the pool) and tell the claimant. False: it is over, the blocks are given
@@ -218,7 +221,7 @@ class Exports:
             digests=made,
         )
         if view.reader is not None:
-            self._send_sealed(export, view.reader.incarnation)
+            self._send_sealed(export, view.reader)
         self._give_back_early(export)
         await context.failpoints.reach("prefill.sealed")
         return True
@@ -297,72 +300,97 @@ class Exports:
                 for ref in message.leases:
                     self._leases.renew(ref, connection.incarnation, now=now)
             case Release():
-                reader = Reader(incarnation=connection.incarnation, attempt=message.attempt)
-                _, ended = self._leases.release(message.lease, reader, reason=message.outcome, now=now)
-                if ended is not None:
-                    self._count_release(connection.peer.worker_id, message, ended)
-                    self._over(ended, None, outcome=message.outcome)
+                self._release(connection, message)
             case AbortHandoff():
                 self._abort(connection, message)
             case _:
                 log.warning("unexpected hand-off message", extra={"kind": type(message).__name__})
 
-    def _count_release(self, peer: WorkerId, message: Release, ended: EndedLease) -> None:
-        if message.outcome is HandoffOutcome.OK:
-            num_bytes = ended.num_bytes - self._held_bytes(message.handoff_id)
-            self.sent_bytes += num_bytes
-            self._context.pairs.count(peer, num_bytes=num_bytes)
-        elif (error := error_of(message.outcome, "")).blame is Blame.PAIR:
-            self._context.pairs.count_failure(peer, error.slug)
-
     def _claim(self, connection: _Connection, message: Open | Claim) -> None:
         reader = Reader(incarnation=connection.incarnation, attempt=message.attempt)
         now = self._context.clock.now()
+        before = self._leases.find(message.handoff_id)
         try:
             view = self._leases.claim(message.handoff_id, reader, now=now)
         except (LeaseExpired, StaleLease) as error:
             self._refuse(connection, message, error)
             return
         if view is None:
-            until = now + self._context.config.transfer.lease_s
-            self._early[message.handoff_id] = _Early(connection=connection, message=message, until=until)
+            early = self._early.get(message.handoff_id)
+            if early is None or early.message.attempt <= message.attempt:
+                until = now + self._context.config.transfer.lease_s
+                self._early[message.handoff_id] = _Early(connection=connection, message=message, until=until)
             return
         export = self._exports[message.handoff_id]
         export.lease = view
         export.num_held = message.num_held_blocks
+        if before is not None and before.reader not in (None, reader):
+            self._tell_end(before, StaleLease(f"the hand-off was claimed for attempt {message.attempt}"))
         if export.grant is not None:
-            self._send_sealed(export, connection.incarnation)
+            self._send_sealed(export, reader)
         elif export.num_ready:
-            self._send_ready(export, connection.incarnation, 0)
+            self._send_ready(export, reader, 0)
+
+    def _release(self, connection: _Connection, message: Release) -> None:
+        """The claimant has taken the blocks, or cannot: then they are kept for another claim."""
+        reader = Reader(incarnation=connection.incarnation, attempt=message.attempt)
+        export = self._exports.get(message.handoff_id)
+        ended = None
+        if message.outcome.ends_lease:
+            now = self._context.clock.now()
+            _, ended = self._leases.release(message.lease, reader, reason=message.outcome, now=now)
+            if ended is None:
+                return
+        elif self._leases.unclaim(message.lease, reader) is not Verdict.APPLIED:
+            return
+        self._count_release(connection.peer.worker_id, message, export, ended)
+        if ended is not None:
+            self._over(ended, None, outcome=message.outcome)
+
+    def _count_release(
+        self, peer: WorkerId, message: Release, export: _Export | None, ended: EndedLease | None
+    ) -> None:
+        if message.outcome is not HandoffOutcome.OK:
+            if (error := error_of(message.outcome, "")).blame is Blame.PAIR:
+                self._context.pairs.count_failure(peer, error.slug)
+        elif export is not None and ended is not None:
+            num_bytes = ended.num_bytes - self._held_bytes(export)
+            self.sent_bytes += num_bytes
+            self._context.pairs.count(peer, num_bytes=num_bytes)
+            if message.attempt != export.attempt:
+                self.refetched_tokens += export.num_tokens
 
     def _abort(self, connection: _Connection, message: AbortHandoff) -> None:
-        """The claimant gives the attempt up. Without a claim only a waiting Open of the same reader is forgotten."""
+        """The claimant gives the attempt up. Of anybody else only a waiting Open of the same attempt is forgotten."""
         early = self._early.get(message.handoff_id)
-        if early is not None and early.connection is connection:
+        if early is not None and early.connection is connection and early.message.attempt == message.attempt:
             del self._early[message.handoff_id]
         view = self._leases.find(message.handoff_id)
         reader = Reader(incarnation=connection.incarnation, attempt=message.attempt)
-        if view is not None and view.reader in (None, reader) and view.blocks:
+        if view is None or view.reader != reader:
+            return
+        if not message.outcome.ends_lease:
+            self._leases.unclaim(view.ref, reader)
+        elif view.blocks:
             ended = self._leases.revoke(message.handoff_id, message.reason, now=self._context.clock.now())
             if ended is not None:
-                self._over(ended, None, outcome=HandoffOutcome.ABORTED)
+                self._over(ended, None, outcome=message.outcome)
 
-    def _send_ready(self, export: _Export, incarnation: Incarnation, first: int) -> None:
+    def _send_ready(self, export: _Export, reader: Reader, first: int) -> None:
         """Announce what is ready from block ``first`` on, as far as the claimant lacks it."""
         first = max(first, export.num_held)
         if first < export.num_ready:
             size = self._context.geometry.num_kv_heads * digests.DIGEST_BYTES
             made = export.ready_digests[first * size : export.num_ready * size]
-            self._tell_ready(export, incarnation, first, export.early[first : export.num_ready], made)
+            self._tell_ready(export, reader, first, export.early[first : export.num_ready], made)
 
-    def _tell_ready(
-        self, export: _Export, incarnation: Incarnation, first: int, blocks: Sequence[int], made: bytes
-    ) -> None:
-        connection = self._connections.get(incarnation)
+    def _tell_ready(self, export: _Export, reader: Reader, first: int, blocks: Sequence[int], made: bytes) -> None:
+        connection = self._connections.get(reader.incarnation)
         if connection is not None:
             connection.outgoing.put_nowait(
                 Ready(
                     handoff_id=export.handoff_id,
+                    attempt=reader.attempt,
                     lease=export.lease.ref,
                     slot=export.lease.slot,
                     first_block=first,
@@ -371,20 +399,24 @@ class Exports:
                 )
             )
 
-    def _send_sealed(self, export: _Export, incarnation: Incarnation) -> None:
-        connection = self._connections.get(incarnation)
+    def _send_sealed(self, export: _Export, reader: Reader) -> None:
+        connection = self._connections.get(reader.incarnation)
         assert export.grant is not None
         if connection is not None:
             grant = _grant_from(export.grant, export.num_held, self._context.geometry.num_kv_heads)
             self._leases.set_digest(grant.lease.lease_id, digests.combine(grant.digest, grant.digests))
             connection.outgoing.put_nowait(
-                Sealed(handoff_id=export.handoff_id, grant=grant, first_tokens=export.first_tokens)
+                Sealed(
+                    handoff_id=export.handoff_id,
+                    attempt=reader.attempt,
+                    grant=grant,
+                    first_tokens=export.first_tokens,
+                )
             )
 
-    def _held_bytes(self, handoff_id: HandoffId) -> int:
+    def _held_bytes(self, export: _Export) -> int:
         """Bytes of a hand-off that were not moved, because the claimant had them."""
-        export = self._exports.get(handoff_id)
-        if export is None or export.grant is None:
+        if export.grant is None:
             return 0
         return min(export.num_held, len(export.grant.block_ids)) * self._context.geometry.block_bytes
 
@@ -429,10 +461,21 @@ class Exports:
         if export is not None:
             self._give_back_early(export)
         self.room_freed.set()
-        connection = self._connections.get(ended.reader.incarnation) if ended.reader is not None else None
-        if error is not None and connection is not None and export is not None:
+        if error is not None and export is not None:
+            self._tell_end(ended, error)
+
+    def _tell_end(self, lease: LeaseView | EndedLease, error: ServingError) -> None:
+        """To whoever holds it, or held it until now."""
+        connection = None if lease.reader is None else self._connections.get(lease.reader.incarnation)
+        if connection is not None and lease.reader is not None:
             connection.outgoing.put_nowait(
-                Ended(handoff_id=ended.handoff_id, lease=ended.ref, slug=error.slug, message=error.message)
+                Ended(
+                    handoff_id=lease.handoff_id,
+                    attempt=lease.reader.attempt,
+                    lease=lease.ref,
+                    slug=error.slug,
+                    message=error.message,
+                )
             )
 
     def _give_back(self, blocks: list[int]) -> None:

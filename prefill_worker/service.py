@@ -110,6 +110,7 @@ class PrefillRole:
             queued_prompt_tokens=sum(attempt.num_tokens for attempt in computing),
             num_leases=stats.num_live,
             held_bytes=stats.held_bytes,
+            prompt_tokens_refetched=self.exports.refetched_tokens,
             kv_bytes_sent=((self._context.config.transfer.backend, self.exports.sent_bytes),),
         )
 

@@ -31,7 +31,8 @@ class Reservation:
     placement_id: PlacementId
     gateway: tuple[GatewayId, Incarnation]
     prefill: WorkerKey
-    """Who reads the prompt: P, or in ``local`` mode the worker itself."""
+    """Who reads the prompt: P, or in ``local`` mode the worker itself. Of what is held already nobody does, and its
+    blocks are in P's own report: then it is the decode worker too."""
     decode: WorkerKey
     prompt_tokens: int
     projected_tokens: int
@@ -65,13 +66,13 @@ class LoadBook:
         """Note a placement just made."""
         now = self._clock.now()
         decode = _key(path.decode)
-        prefill = _key(path.prefill) if path.prefill is not None else decode
+        prefill = _key(path.prefill) if path.prefill is not None and not path.is_held else decode
         self._reservations[placement_id] = Reservation(
             placement_id=placement_id,
             gateway=(request.gateway_id, request.gateway_incarnation),
             prefill=prefill,
             decode=decode,
-            prompt_tokens=request.num_prompt_tokens,
+            prompt_tokens=0 if path.is_held else request.num_prompt_tokens,
             projected_tokens=request.num_prompt_tokens + min(request.max_new_tokens, self._projected_tokens),
             placed_at=now,
             expires_at=now + request.deadline_s + EXPIRY_MARGIN_S,

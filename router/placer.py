@@ -40,10 +40,11 @@ class Placer:
         path = choice.path
         placement = Placement(
             placement_id=new_placement_id(),
-            handoff_id=new_handoff_id(),
+            handoff_id=request.held.handoff_id if path.is_held and request.held is not None else new_handoff_id(),
             mode=path.mode,
             decode=path.decode.address,
             prefill=path.prefill.address if path.prefill is not None else None,
+            is_held=path.is_held,
             prediction=choice.prediction,
             runner_up=str(choice.runner_up) if choice.runner_up is not None else "",
             reason=choice.reason,

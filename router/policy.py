@@ -76,6 +76,8 @@ class Reason(StrEnum):
     """The same, and at least one pair is broken for every request."""
     ONLY_PAIR_LEFT = "only_pair_left"
     """The same with ``mode: split`` forced: a failed pair is tried once more."""
+    HELD = "held"
+    """The prompt is computed, and held for a decode worker that has failed: only another one was needed."""
     FORGIVEN = "forgiven"
     """Set by the waiting room: nothing else came, so a worker that had failed this request gets another try."""
 
@@ -100,6 +102,8 @@ class Path:
     decode: Candidate
     prefill: Candidate | None = None
     score: float
+    is_held: bool = False
+    """``prefill`` has nothing to compute: it holds what was asked with ``PlaceRequest.held``."""
 
     @property
     def num_placed(self) -> int:
@@ -134,7 +138,8 @@ def decide(request: PlaceRequest, snapshot: Snapshot, settings: PolicySettings) 
 
     Never a worker that is not ready, is excluded by (id, incarnation), serves another model or could not hold the
     prompt when empty. A pair that is excluded, or that its decode worker reports as broken, does no hand-off while the
-    decode worker may prefill itself.
+    decode worker may prefill itself. What is held already is not computed again while its holder lives and a decode
+    worker can be paired with it.
     """
     members = [c for c in snapshot.candidates if c.model == request.model]
     usable = [c for c in members if is_usable(c, request)]
@@ -147,9 +152,15 @@ def decide(request: PlaceRequest, snapshot: Snapshot, settings: PolicySettings) 
 
     pairs = [(p, d) for p in prefills for d in decodes if p.format_hash == d.format_hash]
     excluded = set(request.excluded_pairs)
-    whole = [(p, d) for p, d in pairs if (p.address.worker_id, p.address.incarnation) not in d.broken_pairs]
+    whole = [(p, d) for p, d in pairs if _is_whole(p, d)]
     good = [(p, d) for p, d in whole if _pair_of(p, d) not in excluded]
     scores = _Scores.of(usable, request, settings)
+    holder = _holder(request, members)
+    if holder is not None:
+        readers = [d for d in decodes if d.format_hash == holder.format_hash and _is_whole(holder, d)]
+        held = [scores.held(holder, d) for d in readers if _pair_of(holder, d) not in excluded]
+        if held:
+            return _pick(request, held, reason=Reason.HELD)
     paths = [scores.split(p, d) for p, d in good] + [scores.local(c) for c in hosts]
     if paths:
         return _pick(request, paths, reason=None)
@@ -228,6 +239,10 @@ class _Scores:
         score = self.reads[prefill.address.worker_id] + self.writes[decode.address.worker_id]
         return Path(mode=Mode.SPLIT, prefill=prefill, decode=decode, score=score)
 
+    def held(self, holder: Candidate, decode: Candidate) -> Path:
+        score = self.writes[decode.address.worker_id]
+        return Path(mode=Mode.SPLIT, prefill=holder, decode=decode, score=score, is_held=True)
+
     def local(self, worker: Candidate) -> Path:
         score = self.reads[worker.address.worker_id] + self.writes[worker.address.worker_id]
         return Path(mode=Mode.LOCAL, decode=worker, score=score)
@@ -248,7 +263,9 @@ def _pick(request: PlaceRequest, paths: Sequence[Path], *, reason: Reason | None
 
 
 def _predict(request: PlaceRequest, path: Path) -> Prediction:
-    """From the prefill worker's measured rate; zero where nothing was measured yet."""
+    """From the prefill worker's measured rate; zero where nothing was measured yet, and where nothing is computed."""
+    if path.is_held:
+        return Prediction()
     rate = path.prefill.prefill_tokens_per_s if path.prefill is not None else path.decode.prefill_tokens_per_s
     if rate <= 0:
         return Prediction()
@@ -263,6 +280,20 @@ def _predict(request: PlaceRequest, path: Path) -> Prediction:
 def _pair_of(prefill: Candidate, decode: Candidate) -> tuple[WorkerId, Incarnation, WorkerId, Incarnation]:
     p, d = prefill.address, decode.address
     return p.worker_id, p.incarnation, d.worker_id, d.incarnation
+
+
+def _holder(request: PlaceRequest, members: Iterable[Candidate]) -> Candidate | None:
+    """Who holds what the request asks for, if it is there still. A worker that drains waits for its leases to end."""
+    held, there = request.held, (WorkerState.READY, WorkerState.DRAINING)
+    if held is None:
+        return None
+    return next(
+        (c for c in members if c.address == held.holder and c.state in there and not _is_excluded(c, request)), None
+    )
+
+
+def _is_whole(prefill: Candidate, decode: Candidate) -> bool:
+    return (prefill.address.worker_id, prefill.address.incarnation) not in decode.broken_pairs
 
 
 def _is_excluded(candidate: Candidate, request: PlaceRequest) -> bool:

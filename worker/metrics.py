@@ -49,6 +49,9 @@ class WorkerMetrics:
         self._quarantine_age = gauge("kv_quarantine_age_seconds", "Age of the oldest quarantined transfer")
         self._alarms = gauge("kv_quarantine_alarms", "Alarms on a quarantine that does not drain since start")
         self._prompt_tokens = gauge("prompt_tokens_computed", "Prompt tokens computed since start")
+        self._prompt_tokens_refetched = gauge(
+            "prompt_tokens_refetched", "Prompt tokens of hand-offs that were taken by a later claim than the first"
+        )
         self._prompt_tokens_cached = gauge("prompt_tokens_cached", "Prompt tokens found in the cache since start")
         self._preemptions = gauge("preemptions", "Sequences that gave their blocks back and started over since start")
         self._generated = gauge("tokens_generated", "Tokens generated since start")
@@ -83,6 +86,7 @@ class WorkerMetrics:
         self._quarantine_age.labels(**self._own).set(0.0 if since is None else self._clock.now() - since)
         self._alarms.labels(**self._own).set(self._quarantine.num_alarms)
         self._prompt_tokens.labels(**self._own).set(load.prompt_tokens_computed)
+        self._prompt_tokens_refetched.labels(**self._own).set(load.prompt_tokens_refetched)
         self._generated.labels(**self._own).set(load.tokens_generated)
         counters = self._engine.counters()
         self._prompt_tokens_cached.labels(**self._own).set(counters.prompt_tokens_cached)

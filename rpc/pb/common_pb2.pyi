@@ -221,16 +221,18 @@ class WorkerAddress(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "reason", "choices")
+    __slots__ = ("request_id", "attempt", "reason", "choices", "is_resumed")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     CHOICES_FIELD_NUMBER: _ClassVar[int]
+    IS_RESUMED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     reason: str
     choices: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., reason: _Optional[str] = ..., choices: _Optional[_Iterable[int]] = ...) -> None: ...
+    is_resumed: bool
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., reason: _Optional[str] = ..., choices: _Optional[_Iterable[int]] = ..., is_resumed: _Optional[bool] = ...) -> None: ...
 
 class AbortReply(_message.Message):
     __slots__ = ("found", "num_custody_blocks")

@@ -26,33 +26,33 @@ from rpc.pb import common_pb2 as rpc_dot_pb_dot_common__pb2
 from rpc.pb import handoff_pb2 as rpc_dot_pb_dot_handoff__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13rpc/pb/decode.proto\x12\x08\x62\x61ton.v1\x1a\x13rpc/pb/common.proto\x1a\x14rpc/pb/handoff.proto\"X\n\x10PairCheckRequest\x12\x1a\n\x12worker_incarnation\x18\x01 \x01(\x04\x12(\n\x07prefill\x18\x02 \x01(\x0b\x32\x17.baton.v1.WorkerAddress\"\xd6\x01\n\x0c\x41\x64mitRequest\x12*\n\x07request\x18\x01 \x01(\x0b\x32\x19.baton.v1.GenerateRequest\x12\x12\n\nhandoff_id\x18\x02 \x01(\t\x12\x1c\n\x04mode\x18\x03 \x01(\x0e\x32\x0e.baton.v1.Mode\x12\x1a\n\x12worker_incarnation\x18\x04 \x01(\x04\x12(\n\x07prefill\x18\x05 \x01(\x0b\x32\x17.baton.v1.WorkerAddress\x12\x0e\n\x06ticket\x18\x06 \x01(\x0c\x12\x12\n\nstream_key\x18\x07 \x01(\x04\"H\n\nAdmitReply\x12\'\n\x07verdict\x18\x01 \x01(\x0e\x32\x16.baton.v1.AdmitVerdict\x12\x11\n\tnum_ahead\x18\x02 \x01(\r\"]\n\x0eOutputsRequest\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x1b\n\x13gateway_incarnation\x18\x02 \x01(\x04\x12\x1a\n\x12worker_incarnation\x18\x03 \x01(\x04\"\xc9\x02\n\nTokenChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_index\x18\x04 \x01(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12)\n\x08logprobs\x18\x06 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12-\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x08 \x01(\rH\x00\x88\x01\x01\x12$\n\x06stages\x18\t \x01(\x0b\x32\x14.baton.v1.StageTimes\x12\x30\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x17.baton.v1.TokenLogprobsB\x10\n\x0e_stop_token_id\"f\n\rAttemptFailed\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0c\n\x04slug\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x11\n\tworker_id\x18\x05 \x01(\t\"6\n\x0f\x41ttemptAccepted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"?\n\x0bPlainTokens\x12\x0c\n\x04keys\x18\x01 \x03(\x04\x12\x0f\n\x07indexes\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\"\xbe\x01\n\x0bStepOutputs\x12\r\n\x05\x61ge_s\x18\x01 \x01(\x01\x12$\n\x06\x63hunks\x18\x02 \x03(\x0b\x32\x14.baton.v1.TokenChunk\x12\'\n\x06\x66\x61iled\x18\x03 \x03(\x0b\x32\x17.baton.v1.AttemptFailed\x12+\n\x08\x61\x63\x63\x65pted\x18\x04 \x03(\x0b\x32\x19.baton.v1.AttemptAccepted\x12$\n\x05plain\x18\x05 \x01(\x0b\x32\x15.baton.v1.PlainTokens*c\n\x0c\x41\x64mitVerdict\x12\x1d\n\x19\x41\x44MIT_VERDICT_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x41\x44MIT_VERDICT_ACCEPTED\x10\x01\x12\x18\n\x14\x41\x44MIT_VERDICT_QUEUED\x10\x02\x32\xf8\x01\n\x06\x44\x65\x63ode\x12\x35\n\x05\x41\x64mit\x12\x16.baton.v1.AdmitRequest\x1a\x14.baton.v1.AdmitReply\x12;\n\x0b\x41\x62ortDecode\x12\x16.baton.v1.AbortRequest\x1a\x14.baton.v1.AbortReply\x12<\n\x07Outputs\x12\x18.baton.v1.OutputsRequest\x1a\x15.baton.v1.StepOutputs0\x01\x12<\n\tCheckPair\x12\x1a.baton.v1.PairCheckRequest\x1a\x13.baton.v1.PairCheckb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13rpc/pb/decode.proto\x12\x08\x62\x61ton.v1\x1a\x13rpc/pb/common.proto\x1a\x14rpc/pb/handoff.proto\"X\n\x10PairCheckRequest\x12\x1a\n\x12worker_incarnation\x18\x01 \x01(\x04\x12(\n\x07prefill\x18\x02 \x01(\x0b\x32\x17.baton.v1.WorkerAddress\"\xe7\x01\n\x0c\x41\x64mitRequest\x12*\n\x07request\x18\x01 \x01(\x0b\x32\x19.baton.v1.GenerateRequest\x12\x12\n\nhandoff_id\x18\x02 \x01(\t\x12\x1c\n\x04mode\x18\x03 \x01(\x0e\x32\x0e.baton.v1.Mode\x12\x1a\n\x12worker_incarnation\x18\x04 \x01(\x04\x12(\n\x07prefill\x18\x05 \x01(\x0b\x32\x17.baton.v1.WorkerAddress\x12\x0e\n\x06ticket\x18\x06 \x01(\x0c\x12\x12\n\nstream_key\x18\x07 \x01(\x04\x12\x0f\n\x07is_held\x18\x08 \x01(\x08\"H\n\nAdmitReply\x12\'\n\x07verdict\x18\x01 \x01(\x0e\x32\x16.baton.v1.AdmitVerdict\x12\x11\n\tnum_ahead\x18\x02 \x01(\r\"]\n\x0eOutputsRequest\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x1b\n\x13gateway_incarnation\x18\x02 \x01(\x04\x12\x1a\n\x12worker_incarnation\x18\x03 \x01(\x04\"\xc9\x02\n\nTokenChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_index\x18\x04 \x01(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12)\n\x08logprobs\x18\x06 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12-\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x08 \x01(\rH\x00\x88\x01\x01\x12$\n\x06stages\x18\t \x01(\x0b\x32\x14.baton.v1.StageTimes\x12\x30\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x17.baton.v1.TokenLogprobsB\x10\n\x0e_stop_token_id\"f\n\rAttemptFailed\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0c\n\x04slug\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x11\n\tworker_id\x18\x05 \x01(\t\"6\n\x0f\x41ttemptAccepted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"?\n\x0bPlainTokens\x12\x0c\n\x04keys\x18\x01 \x03(\x04\x12\x0f\n\x07indexes\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\"\xbe\x01\n\x0bStepOutputs\x12\r\n\x05\x61ge_s\x18\x01 \x01(\x01\x12$\n\x06\x63hunks\x18\x02 \x03(\x0b\x32\x14.baton.v1.TokenChunk\x12\'\n\x06\x66\x61iled\x18\x03 \x03(\x0b\x32\x17.baton.v1.AttemptFailed\x12+\n\x08\x61\x63\x63\x65pted\x18\x04 \x03(\x0b\x32\x19.baton.v1.AttemptAccepted\x12$\n\x05plain\x18\x05 \x01(\x0b\x32\x15.baton.v1.PlainTokens*c\n\x0c\x41\x64mitVerdict\x12\x1d\n\x19\x41\x44MIT_VERDICT_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x41\x44MIT_VERDICT_ACCEPTED\x10\x01\x12\x18\n\x14\x41\x44MIT_VERDICT_QUEUED\x10\x02\x32\xf8\x01\n\x06\x44\x65\x63ode\x12\x35\n\x05\x41\x64mit\x12\x16.baton.v1.AdmitRequest\x1a\x14.baton.v1.AdmitReply\x12;\n\x0b\x41\x62ortDecode\x12\x16.baton.v1.AbortRequest\x1a\x14.baton.v1.AbortReply\x12<\n\x07Outputs\x12\x18.baton.v1.OutputsRequest\x1a\x15.baton.v1.StepOutputs0\x01\x12<\n\tCheckPair\x12\x1a.baton.v1.PairCheckRequest\x1a\x13.baton.v1.PairCheckb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rpc.pb.decode_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ADMITVERDICT']._serialized_start=1302
-  _globals['_ADMITVERDICT']._serialized_end=1401
+  _globals['_ADMITVERDICT']._serialized_start=1319
+  _globals['_ADMITVERDICT']._serialized_end=1418
   _globals['_PAIRCHECKREQUEST']._serialized_start=76
   _globals['_PAIRCHECKREQUEST']._serialized_end=164
   _globals['_ADMITREQUEST']._serialized_start=167
-  _globals['_ADMITREQUEST']._serialized_end=381
-  _globals['_ADMITREPLY']._serialized_start=383
-  _globals['_ADMITREPLY']._serialized_end=455
-  _globals['_OUTPUTSREQUEST']._serialized_start=457
-  _globals['_OUTPUTSREQUEST']._serialized_end=550
-  _globals['_TOKENCHUNK']._serialized_start=553
-  _globals['_TOKENCHUNK']._serialized_end=882
-  _globals['_ATTEMPTFAILED']._serialized_start=884
-  _globals['_ATTEMPTFAILED']._serialized_end=986
-  _globals['_ATTEMPTACCEPTED']._serialized_start=988
-  _globals['_ATTEMPTACCEPTED']._serialized_end=1042
-  _globals['_PLAINTOKENS']._serialized_start=1044
-  _globals['_PLAINTOKENS']._serialized_end=1107
-  _globals['_STEPOUTPUTS']._serialized_start=1110
-  _globals['_STEPOUTPUTS']._serialized_end=1300
-  _globals['_DECODE']._serialized_start=1404
-  _globals['_DECODE']._serialized_end=1652
+  _globals['_ADMITREQUEST']._serialized_end=398
+  _globals['_ADMITREPLY']._serialized_start=400
+  _globals['_ADMITREPLY']._serialized_end=472
+  _globals['_OUTPUTSREQUEST']._serialized_start=474
+  _globals['_OUTPUTSREQUEST']._serialized_end=567
+  _globals['_TOKENCHUNK']._serialized_start=570
+  _globals['_TOKENCHUNK']._serialized_end=899
+  _globals['_ATTEMPTFAILED']._serialized_start=901
+  _globals['_ATTEMPTFAILED']._serialized_end=1003
+  _globals['_ATTEMPTACCEPTED']._serialized_start=1005
+  _globals['_ATTEMPTACCEPTED']._serialized_end=1059
+  _globals['_PLAINTOKENS']._serialized_start=1061
+  _globals['_PLAINTOKENS']._serialized_end=1124
+  _globals['_STEPOUTPUTS']._serialized_start=1127
+  _globals['_STEPOUTPUTS']._serialized_end=1317
+  _globals['_DECODE']._serialized_start=1421
+  _globals['_DECODE']._serialized_end=1669
 # @@protoc_insertion_point(module_scope)

@@ -27,7 +27,7 @@ class PairCheckRequest(_message.Message):
     def __init__(self, worker_incarnation: _Optional[int] = ..., prefill: _Optional[_Union[_common_pb2.WorkerAddress, _Mapping]] = ...) -> None: ...
 
 class AdmitRequest(_message.Message):
-    __slots__ = ("request", "handoff_id", "mode", "worker_incarnation", "prefill", "ticket", "stream_key")
+    __slots__ = ("request", "handoff_id", "mode", "worker_incarnation", "prefill", "ticket", "stream_key", "is_held")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,7 @@ class AdmitRequest(_message.Message):
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     STREAM_KEY_FIELD_NUMBER: _ClassVar[int]
+    IS_HELD_FIELD_NUMBER: _ClassVar[int]
     request: _common_pb2.GenerateRequest
     handoff_id: str
     mode: _common_pb2.Mode
@@ -42,7 +43,8 @@ class AdmitRequest(_message.Message):
     prefill: _common_pb2.WorkerAddress
     ticket: bytes
     stream_key: int
-    def __init__(self, request: _Optional[_Union[_common_pb2.GenerateRequest, _Mapping]] = ..., handoff_id: _Optional[str] = ..., mode: _Optional[_Union[_common_pb2.Mode, str]] = ..., worker_incarnation: _Optional[int] = ..., prefill: _Optional[_Union[_common_pb2.WorkerAddress, _Mapping]] = ..., ticket: _Optional[bytes] = ..., stream_key: _Optional[int] = ...) -> None: ...
+    is_held: bool
+    def __init__(self, request: _Optional[_Union[_common_pb2.GenerateRequest, _Mapping]] = ..., handoff_id: _Optional[str] = ..., mode: _Optional[_Union[_common_pb2.Mode, str]] = ..., worker_incarnation: _Optional[int] = ..., prefill: _Optional[_Union[_common_pb2.WorkerAddress, _Mapping]] = ..., ticket: _Optional[bytes] = ..., stream_key: _Optional[int] = ..., is_held: _Optional[bool] = ...) -> None: ...
 
 class AdmitReply(_message.Message):
     __slots__ = ("verdict", "num_ahead")

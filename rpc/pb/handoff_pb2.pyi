@@ -236,20 +236,22 @@ class Claim(_message.Message):
     def __init__(self, handoff_id: _Optional[str] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., ticket: _Optional[bytes] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("handoff_id", "lease", "slot", "first_block", "block_ids", "digests")
+    __slots__ = ("handoff_id", "lease", "slot", "first_block", "block_ids", "digests", "attempt")
     HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     handoff_id: str
     lease: LeaseRef
     slot: int
     first_block: int
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     digests: bytes
-    def __init__(self, handoff_id: _Optional[str] = ..., lease: _Optional[_Union[LeaseRef, _Mapping]] = ..., slot: _Optional[int] = ..., first_block: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., digests: _Optional[bytes] = ...) -> None: ...
+    attempt: int
+    def __init__(self, handoff_id: _Optional[str] = ..., lease: _Optional[_Union[LeaseRef, _Mapping]] = ..., slot: _Optional[int] = ..., first_block: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., digests: _Optional[bytes] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("lease", "slot", "block_ids", "first_block", "num_tokens", "digest", "digests")
@@ -270,14 +272,16 @@ class Grant(_message.Message):
     def __init__(self, lease: _Optional[_Union[LeaseRef, _Mapping]] = ..., slot: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., first_block: _Optional[int] = ..., num_tokens: _Optional[int] = ..., digest: _Optional[_Union[DigestKind, str]] = ..., digests: _Optional[bytes] = ...) -> None: ...
 
 class Sealed(_message.Message):
-    __slots__ = ("handoff_id", "grant", "first_tokens")
+    __slots__ = ("handoff_id", "grant", "first_tokens", "attempt")
     HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     handoff_id: str
     grant: Grant
     first_tokens: _containers.RepeatedCompositeFieldContainer[_common_pb2.FirstToken]
-    def __init__(self, handoff_id: _Optional[str] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., first_tokens: _Optional[_Iterable[_Union[_common_pb2.FirstToken, _Mapping]]] = ...) -> None: ...
+    attempt: int
+    def __init__(self, handoff_id: _Optional[str] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., first_tokens: _Optional[_Iterable[_Union[_common_pb2.FirstToken, _Mapping]]] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("handoff_id", "attempt", "slug", "message")
@@ -314,26 +318,30 @@ class Release(_message.Message):
     def __init__(self, handoff_id: _Optional[str] = ..., lease: _Optional[_Union[LeaseRef, _Mapping]] = ..., attempt: _Optional[int] = ..., outcome: _Optional[_Union[HandoffOutcome, str]] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class AbortHandoff(_message.Message):
-    __slots__ = ("handoff_id", "attempt", "reason")
+    __slots__ = ("handoff_id", "attempt", "reason", "outcome")
     HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
     handoff_id: str
     attempt: int
     reason: str
-    def __init__(self, handoff_id: _Optional[str] = ..., attempt: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    outcome: HandoffOutcome
+    def __init__(self, handoff_id: _Optional[str] = ..., attempt: _Optional[int] = ..., reason: _Optional[str] = ..., outcome: _Optional[_Union[HandoffOutcome, str]] = ...) -> None: ...
 
 class Ended(_message.Message):
-    __slots__ = ("handoff_id", "lease", "slug", "message")
+    __slots__ = ("handoff_id", "lease", "slug", "message", "attempt")
     HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     SLUG_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     handoff_id: str
     lease: LeaseRef
     slug: str
     message: str
-    def __init__(self, handoff_id: _Optional[str] = ..., lease: _Optional[_Union[LeaseRef, _Mapping]] = ..., slug: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+    attempt: int
+    def __init__(self, handoff_id: _Optional[str] = ..., lease: _Optional[_Union[LeaseRef, _Mapping]] = ..., slug: _Optional[str] = ..., message: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class ToHolder(_message.Message):
     __slots__ = ("hello", "open", "claim", "renew", "release", "abort")

@@ -58,8 +58,16 @@ class WorkerPair(_message.Message):
     decode_incarnation: int
     def __init__(self, prefill: _Optional[str] = ..., prefill_incarnation: _Optional[int] = ..., decode: _Optional[str] = ..., decode_incarnation: _Optional[int] = ...) -> None: ...
 
+class HeldHandoff(_message.Message):
+    __slots__ = ("handoff_id", "holder")
+    HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    handoff_id: str
+    holder: _common_pb2.WorkerAddress
+    def __init__(self, handoff_id: _Optional[str] = ..., holder: _Optional[_Union[_common_pb2.WorkerAddress, _Mapping]] = ...) -> None: ...
+
 class PlaceRequest(_message.Message):
-    __slots__ = ("request_id", "model", "attempt", "num_prompt_tokens", "max_new_tokens", "block_hashes", "gateway_id", "gateway_incarnation", "deadline_s", "age_s", "priority", "tenant", "excluded_workers", "excluded_pairs", "traceparent")
+    __slots__ = ("request_id", "model", "attempt", "num_prompt_tokens", "max_new_tokens", "block_hashes", "gateway_id", "gateway_incarnation", "deadline_s", "age_s", "priority", "tenant", "excluded_workers", "excluded_pairs", "traceparent", "held")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -75,6 +83,7 @@ class PlaceRequest(_message.Message):
     EXCLUDED_WORKERS_FIELD_NUMBER: _ClassVar[int]
     EXCLUDED_PAIRS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     attempt: int
@@ -90,7 +99,8 @@ class PlaceRequest(_message.Message):
     excluded_workers: _containers.RepeatedCompositeFieldContainer[WorkerRef]
     excluded_pairs: _containers.RepeatedCompositeFieldContainer[WorkerPair]
     traceparent: str
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., attempt: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., gateway_id: _Optional[str] = ..., gateway_incarnation: _Optional[int] = ..., deadline_s: _Optional[float] = ..., age_s: _Optional[float] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., excluded_workers: _Optional[_Iterable[_Union[WorkerRef, _Mapping]]] = ..., excluded_pairs: _Optional[_Iterable[_Union[WorkerPair, _Mapping]]] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    held: HeldHandoff
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., attempt: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., gateway_id: _Optional[str] = ..., gateway_incarnation: _Optional[int] = ..., deadline_s: _Optional[float] = ..., age_s: _Optional[float] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., excluded_workers: _Optional[_Iterable[_Union[WorkerRef, _Mapping]]] = ..., excluded_pairs: _Optional[_Iterable[_Union[WorkerPair, _Mapping]]] = ..., traceparent: _Optional[str] = ..., held: _Optional[_Union[HeldHandoff, _Mapping]] = ...) -> None: ...
 
 class Prediction(_message.Message):
     __slots__ = ("prefill_wait_s", "prefill_s", "transfer_s", "ttft_s")
@@ -105,7 +115,7 @@ class Prediction(_message.Message):
     def __init__(self, prefill_wait_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., ttft_s: _Optional[float] = ...) -> None: ...
 
 class Placement(_message.Message):
-    __slots__ = ("placement_id", "handoff_id", "mode", "decode", "prefill", "prediction", "runner_up", "reason", "ticket", "queue_s")
+    __slots__ = ("placement_id", "handoff_id", "mode", "decode", "prefill", "prediction", "runner_up", "reason", "ticket", "queue_s", "is_held")
     PLACEMENT_ID_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
@@ -116,6 +126,7 @@ class Placement(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    IS_HELD_FIELD_NUMBER: _ClassVar[int]
     placement_id: str
     handoff_id: str
     mode: _common_pb2.Mode
@@ -126,7 +137,8 @@ class Placement(_message.Message):
     reason: str
     ticket: bytes
     queue_s: float
-    def __init__(self, placement_id: _Optional[str] = ..., handoff_id: _Optional[str] = ..., mode: _Optional[_Union[_common_pb2.Mode, str]] = ..., decode: _Optional[_Union[_common_pb2.WorkerAddress, _Mapping]] = ..., prefill: _Optional[_Union[_common_pb2.WorkerAddress, _Mapping]] = ..., prediction: _Optional[_Union[Prediction, _Mapping]] = ..., runner_up: _Optional[str] = ..., reason: _Optional[str] = ..., ticket: _Optional[bytes] = ..., queue_s: _Optional[float] = ...) -> None: ...
+    is_held: bool
+    def __init__(self, placement_id: _Optional[str] = ..., handoff_id: _Optional[str] = ..., mode: _Optional[_Union[_common_pb2.Mode, str]] = ..., decode: _Optional[_Union[_common_pb2.WorkerAddress, _Mapping]] = ..., prefill: _Optional[_Union[_common_pb2.WorkerAddress, _Mapping]] = ..., prediction: _Optional[_Union[Prediction, _Mapping]] = ..., runner_up: _Optional[str] = ..., reason: _Optional[str] = ..., ticket: _Optional[bytes] = ..., queue_s: _Optional[float] = ..., is_held: _Optional[bool] = ...) -> None: ...
 
 class PlacementEnd(_message.Message):
     __slots__ = ("placement_id", "request_id", "attempt", "outcome", "blamed_worker")
@@ -225,7 +237,7 @@ class BackendBytes(_message.Message):
     def __init__(self, backend: _Optional[str] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("state", "num_running", "num_waiting", "queued_prompt_tokens", "blocks", "num_leases", "held_bytes", "num_transfers", "kv_bytes_received", "kv_bytes_sent", "prompt_tokens_computed", "tokens_generated", "num_steps", "busy_s", "stored_hashes", "evicted_hashes", "broken_pairs")
+    __slots__ = ("state", "num_running", "num_waiting", "queued_prompt_tokens", "blocks", "num_leases", "held_bytes", "num_transfers", "kv_bytes_received", "kv_bytes_sent", "prompt_tokens_computed", "tokens_generated", "num_steps", "busy_s", "stored_hashes", "evicted_hashes", "broken_pairs", "prompt_tokens_refetched")
     STATE_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -243,6 +255,7 @@ class WorkerLoad(_message.Message):
     STORED_HASHES_FIELD_NUMBER: _ClassVar[int]
     EVICTED_HASHES_FIELD_NUMBER: _ClassVar[int]
     BROKEN_PAIRS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_REFETCHED_FIELD_NUMBER: _ClassVar[int]
     state: WorkerState
     num_running: int
     num_waiting: int
@@ -260,7 +273,8 @@ class WorkerLoad(_message.Message):
     stored_hashes: _containers.RepeatedScalarFieldContainer[bytes]
     evicted_hashes: _containers.RepeatedScalarFieldContainer[bytes]
     broken_pairs: _containers.RepeatedCompositeFieldContainer[WorkerRef]
-    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., num_leases: _Optional[int] = ..., held_bytes: _Optional[int] = ..., num_transfers: _Optional[int] = ..., kv_bytes_received: _Optional[_Iterable[_Union[BackendBytes, _Mapping]]] = ..., kv_bytes_sent: _Optional[_Iterable[_Union[BackendBytes, _Mapping]]] = ..., prompt_tokens_computed: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., num_steps: _Optional[int] = ..., busy_s: _Optional[float] = ..., stored_hashes: _Optional[_Iterable[bytes]] = ..., evicted_hashes: _Optional[_Iterable[bytes]] = ..., broken_pairs: _Optional[_Iterable[_Union[WorkerRef, _Mapping]]] = ...) -> None: ...
+    prompt_tokens_refetched: int
+    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., num_leases: _Optional[int] = ..., held_bytes: _Optional[int] = ..., num_transfers: _Optional[int] = ..., kv_bytes_received: _Optional[_Iterable[_Union[BackendBytes, _Mapping]]] = ..., kv_bytes_sent: _Optional[_Iterable[_Union[BackendBytes, _Mapping]]] = ..., prompt_tokens_computed: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., num_steps: _Optional[int] = ..., busy_s: _Optional[float] = ..., stored_hashes: _Optional[_Iterable[bytes]] = ..., evicted_hashes: _Optional[_Iterable[bytes]] = ..., broken_pairs: _Optional[_Iterable[_Union[WorkerRef, _Mapping]]] = ..., prompt_tokens_refetched: _Optional[int] = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
     __slots__ = ("registration", "load")

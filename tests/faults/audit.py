@@ -42,6 +42,7 @@ class Holder:
     incarnation: Incarnation
     attempt: int
     is_lost: bool = False
+    """Its stream ended, or it left the lease to others."""
 
 
 @dataclass
@@ -102,6 +103,10 @@ class Audit:
         def on_handle(connection: Any, message: Any) -> None:
             if isinstance(message, Release | AbortHandoff):
                 said_by.append((connection, message))
+                holder = self.holders.get((me, message.handoff_id))
+                said = (connection.incarnation, message.attempt)
+                if holder is not None and said == (holder.incarnation, holder.attempt):
+                    holder.is_lost = holder.is_lost or not message.outcome.ends_lease
             try:
                 handle(connection, message)
             finally:

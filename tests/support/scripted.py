@@ -13,7 +13,7 @@ from itertools import zip_longest
 
 from core import types as t
 from core.errors import NoWorker, ServingError, WorkerLost
-from core.ids import GatewayId, HandoffId, Incarnation, PlacementId, RequestId, WorkerId
+from core.ids import GatewayId, HandoffId, Incarnation, PlacementId, WorkerId
 
 Steps = Sequence[Sequence[int]]
 
@@ -56,6 +56,8 @@ class Script:
     faults: dict[int, Fault] = field(default_factory=dict)
     """By attempt."""
     num_decodes: int = 1
+    holds: bool = True
+    """What a failed attempt left at its prefill worker can be claimed: the router finds the holder alive."""
 
     def steps_of(self, choice: int) -> Steps:
         return self.others[choice - 1] if 0 < choice <= len(self.others) else self.steps
@@ -84,7 +86,9 @@ class ScriptedCluster:
         self.closed_prefills: list[int] = []
         self.streams: dict[tuple[str, int], asyncio.Queue[t.StepOutputs | ServingError]] = {}
         self.tasks: set[asyncio.Task[None]] = set()
-        self.prefilled: dict[tuple[RequestId, int], asyncio.Event] = {}
+        self.prefilled: dict[HandoffId, asyncio.Event] = {}
+        self.prefills: list[HandoffId] = []
+        """Of each call."""
         self.is_closed = False
 
     # -- control ------------------------------------------------------------------------------------------------------
@@ -122,9 +126,12 @@ class ScriptedCluster:
         else:
             raise NoWorker("no worker is left")
         is_split = self.script.mode is t.Mode.SPLIT
+        held = request.held if self.script.holds else None
+        name_of_attempt = f"{request.request_id}-{request.attempt}"
         return t.Placement(
-            placement_id=PlacementId(f"{request.request_id}-{request.attempt}"),
-            handoff_id=HandoffId(f"{request.request_id}-{request.attempt}"),
+            placement_id=PlacementId(name_of_attempt),
+            handoff_id=HandoffId(name_of_attempt) if held is None else held.handoff_id,
+            is_held=held is not None,
             mode=self.script.mode,
             decode=t.WorkerAddress(worker_id=WorkerId(name), incarnation=Incarnation(incarnation), address="d:1"),
             prefill=t.WorkerAddress(
@@ -235,12 +242,13 @@ class ScriptedPrefill:
     async def prefill(self, request: t.PrefillRequest) -> t.PrefillReply:
         cluster, attempt = self._cluster, request.request.attempt
         fault = cluster.fault(attempt)
+        cluster.prefills.append(request.handoff_id)
         await cluster.pass_gate("prefill")
         if fault.hangs:
             await asyncio.get_running_loop().create_future()
         if fault.on_prefill is not None:
             raise fault.on_prefill
-        cluster.prefilled.setdefault((request.request.request_id, attempt), asyncio.Event()).set()
+        cluster.prefilled.setdefault(request.handoff_id, asyncio.Event()).set()
         return t.PrefillReply(
             first_tokens=tuple(cluster.first_token(request.request, one) for one in request.request.choices),
             num_cached_tokens=0,
@@ -286,7 +294,7 @@ class ScriptedDecode:
             accepted = t.AttemptAccepted(request_id=request.request_id, attempt=request.attempt)
             self._queue.put_nowait(t.StepOutputs(accepted=(accepted,)))
         if admitted.mode is t.Mode.SPLIT:
-            await cluster.prefilled.setdefault((request.request_id, request.attempt), asyncio.Event()).wait()
+            await cluster.prefilled.setdefault(admitted.handoff_id, asyncio.Event()).wait()
         for chunk in cluster.chunks(request):
             if fault.fail_at is not None and chunk.first_index >= fault.fail_at:
                 failed = t.AttemptFailed(

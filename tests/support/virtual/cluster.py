@@ -135,15 +135,19 @@ class VirtualRouter:
                 and (p.worker_id, p.incarnation, d.worker_id, d.incarnation) not in request.excluded_pairs
                 and (p.worker_id, p.incarnation) not in d.context.pairs.broken()
             ]
+            held = request.held
+            holding = [(p, d) for p, d in pairs if held is not None and p.address == held.holder]
             if pairs:
-                prefill, decode = rng.choice(pairs)
+                prefill, decode = rng.choice(holding or pairs)
                 self.num_placements += 1
+                handoff_id = HandoffId(f"{request.request_id}-{request.attempt}")
                 return t.Placement(
                     placement_id=PlacementId(f"p{self.num_placements}"),
-                    handoff_id=HandoffId(f"{request.request_id}-{request.attempt}"),
+                    handoff_id=held.handoff_id if held is not None and holding else handoff_id,
                     mode=t.Mode.SPLIT,
                     decode=decode.address,
                     prefill=prefill.address,
+                    is_held=bool(holding),
                 )
             await asyncio.sleep(0.1)
         raise NoWorker("no pair is left")

@@ -105,6 +105,8 @@ class ContentEngine(Engine):
         )
         self._scheduler = Scheduler(self.pool, self._tables, limits)
         self._sequences = {}
+        self.num_computed = 0
+        """Tokens."""
 
     def _copy_block(self, source: int, target: int, num_slots: int) -> None:
         self.kv[target, ..., :num_slots, :] = self.kv[source, ..., :num_slots, :]
@@ -114,6 +116,7 @@ class ContentEngine(Engine):
         for chunk in chunks:
             self._attend(chunk.sequence, chunk.start)
             self._write(chunk)
+            self.num_computed += chunk.end - chunk.start
         sampled = []
         for chunk in chunks:
             if chunk.sequence.first_step_at is None:

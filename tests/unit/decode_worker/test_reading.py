@@ -57,6 +57,7 @@ class Rig:
         made = self.p.digester().digest(blocks)[first * DIGEST_BYTES : end * DIGEST_BYTES]
         return Ready(
             handoff_id=lease.handoff_id,
+            attempt=1,
             lease=lease.ref,
             slot=lease.slot,
             first_block=first,
@@ -226,7 +227,14 @@ async def test_announcements_of_blocks_that_do_not_exist_are_refused(
     rig: Rig, first: int, ids: tuple[int, ...]
 ) -> None:
     lease, _ = rig.hand_off()
-    ready = Ready(handoff_id=lease.handoff_id, lease=lease.ref, slot=lease.slot, first_block=first, block_ids=ids)
+    ready = Ready(
+        handoff_id=lease.handoff_id,
+        attempt=1,
+        lease=lease.ref,
+        slot=lease.slot,
+        first_block=first,
+        block_ids=ids,
+    )
     with pytest.raises(LayoutMismatch):
         await rig.read(ready)
     await rig.is_quiet()

@@ -16,6 +16,7 @@ from core.errors import (
     DeadlineExceeded,
     InternalError,
     InvalidRequest,
+    LeaseExpired,
     NoWorker,
     OutOfBlocks,
     QueueFull,
@@ -190,6 +191,67 @@ async def test_a_failed_attempt_is_continued_to_the_same_answer(fault: Fault, mo
         await r.peers.drain(1.0)
         assert sorted(leg for leg, attempt, _ in r.cluster.aborts if attempt == 1)[0] == "decode"
         assert sorted((end.attempt, end.outcome == "ok") for end in r.cluster.ends) == [(1, False), (2, True)]
+
+
+HELD = {name: FAULTS[name] for name in ("decode refuses by death", "D fails at once", "stream breaks at once")} | {
+    "a transfer stalls at once": Fault(fail_at=0, error=TransferStalled("slow")),
+    "D has no room": Fault(on_admit=QueueFull("full", worker_id="decode-0")),
+}
+
+
+@pytest.mark.parametrize("fault", HELD.values(), ids=HELD.keys())
+@pytest.mark.parametrize("n", [1, 3])
+async def test_what_is_held_when_d_fails_is_fetched_by_another_and_not_computed_again(fault: Fault, n: int) -> None:
+    """Also when the choices have come apart by their first tokens: one hand-off has them all."""
+    async with rig(three(faults={1: fault}, num_decodes=2) if n > 1 else Script(steps=STEPS, faults={1: fault})) as r:
+        r.cluster.incarnations["decode-1"] = 2
+        run = r.run(n=n)
+        assert await r.text(run) == TEXT
+        assert [r.sent(run, choice) for choice in range(1, n)] == list(OTHERS[: n - 1])
+        assert len(r.cluster.prefills) == 1 and run.attempt == 2
+        held = r.cluster.places[1].held
+        assert held is not None and (held.handoff_id, held.holder.worker_id) == (r.cluster.prefills[0], "prefill-0")
+        assert {progress.accepted for one in r.cluster.requests for progress in one.choices} == {()}
+        await r.peers.drain(1.0)
+        assert not [leg for leg, _, _ in r.cluster.aborts if leg == "prefill"], "nothing is left to give back"
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_what_is_held_no_more_is_computed_again(n: int) -> None:
+    script = three(faults={1: Fault(fail_at=0)}) if n > 1 else Script(steps=STEPS, faults={1: Fault(fail_at=0)})
+    script.holds, script.num_decodes = False, 2
+    async with rig(script) as r:
+        run = r.run(n=n)
+        assert await r.text(run) == TEXT
+        assert [r.sent(run, choice) for choice in range(1, n)] == list(OTHERS[: n - 1])
+        assert r.cluster.places[1].held is not None
+        assert ("prefill", 1, "placed anew") in r.cluster.aborts
+
+
+async def test_a_lease_that_is_over_when_it_is_claimed_costs_no_attempt() -> None:
+    faults = {1: Fault(fail_at=0), 2: Fault(fail_at=0, error=LeaseExpired("over")), 3: Fault(fail_at=4)}
+    async with rig(Script(steps=STEPS, faults=faults, num_decodes=3)) as r:
+        run = r.run()
+        assert await r.text(run) == TEXT
+        assert run.attempt == 4
+        assert [place.held is not None for place in r.cluster.places] == [False, True, False, False]
+
+
+@pytest.mark.parametrize("state", ["place", "admit", "token-0"])
+async def test_what_is_held_is_given_back_when_the_client_leaves(state: str) -> None:
+    async with rig(Script(steps=STEPS, faults={1: Fault(fail_at=0)}, num_decodes=2)) as r:
+        run = r.run()
+        answer = asyncio.ensure_future(r.text(run))
+        while len(r.cluster.requests) < 1 or not r.cluster.prefills:
+            await asyncio.sleep(0)
+        r.cluster.reached.pop(state, None)
+        r.cluster.hold(state)
+        await r.cluster.until(state)
+        answer.cancel()
+        await asyncio.wait({answer})
+        await r.peers.drain(1.0)
+        assert len(r.cluster.prefills) == 1
+        assert [one for one in r.cluster.aborts if one[0] == "prefill"] == [("prefill", 1, "cancelled")]
 
 
 async def test_a_retry_carries_accepted_tokens_whose_text_is_held_back() -> None:

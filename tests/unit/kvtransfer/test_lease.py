@@ -171,6 +171,20 @@ def test_a_dead_reader_holds_nothing_and_another_attempt_may_claim() -> None:
     assert leases.claim(H, D2, now=2.0) is not None
 
 
+def test_a_holder_that_gives_its_claim_up_leaves_the_lease_to_others_for_the_rest_of_its_time() -> None:
+    leases, slots = table()
+    view = sealed(leases)
+    leases.claim(H, D1, now=1.0)
+    assert leases.unclaim(view.ref, D2) is Verdict.NOT_HOLDER
+    assert leases.unclaim(view.ref, D1) is Verdict.APPLIED
+    found = leases.find(H)
+    assert found is not None and found.state is LeaseState.SEALED and found.reader is None
+    assert parse_slot(slots.snapshot(view.slot)).state is LeaseState.SEALED
+    assert leases.unclaim(view.ref, D1) is Verdict.NOT_HOLDER, "doubled"
+    assert [ended.handoff_id for ended in leases.expire(found.expires_at)] == [H]
+    assert leases.unclaim(view.ref, D1) is Verdict.DUPLICATE
+
+
 def test_a_release_while_filling_ends_the_lease_as_revoked() -> None:
     leases, _ = table()
     opened = leases.open(H, num_blocks=1, deadline_s=60.0, now=0.0)
@@ -250,6 +264,11 @@ class LeaseMachine(RuleBasedStateMachine):
     def renew(self, pick: int, reader: Reader) -> None:
         if self.granted:
             self.leases.renew(self.granted[pick % len(self.granted)][0], reader.incarnation, now=self.now)
+
+    @rule(pick=st.integers(0, 50), reader=readers)
+    def unclaim(self, pick: int, reader: Reader) -> None:
+        if self.granted:
+            self.leases.unclaim(self.granted[pick % len(self.granted)][0], reader)
 
     @rule(handoff=handoffs)
     def revoke(self, handoff: HandoffId) -> None:

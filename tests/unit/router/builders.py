@@ -1,9 +1,10 @@
 """Short ways to say what a cell looks like."""
 
-from core.ids import GatewayId, Incarnation, RequestId, WorkerId
+from core.ids import GatewayId, HandoffId, Incarnation, RequestId, WorkerId
 from core.kv import BlockCounts
 from core.types import (
     GatewayReport,
+    HeldHandoff,
     ModelRecord,
     PlaceRequest,
     Role,
@@ -66,6 +67,7 @@ def make_request(
     gateway: tuple[str, int] = ("g0", 7),
     excluded_workers: tuple[tuple[str, int], ...] = (),
     excluded_pairs: tuple[tuple[str, str], ...] = (),
+    holder: WorkerAddress | None = None,
 ) -> PlaceRequest:
     return PlaceRequest(
         request_id=RequestId(request_id),
@@ -80,6 +82,7 @@ def make_request(
         priority=priority,
         excluded_workers=tuple((WorkerId(name), Incarnation(number)) for name, number in excluded_workers),
         excluded_pairs=tuple((WorkerId(p), Incarnation(1), WorkerId(d), Incarnation(1)) for p, d in excluded_pairs),
+        held=None if holder is None else HeldHandoff(handoff_id=HandoffId("held"), holder=holder),
     )
 
 

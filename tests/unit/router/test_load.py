@@ -67,6 +67,13 @@ def test_a_local_placement_counts_its_prompt_where_it_decodes(cell: Cell) -> Non
     assert cell.candidate("p0").num_requests == 0
 
 
+def test_a_placement_of_what_is_held_counts_where_it_decodes_only(cell: Cell) -> None:
+    cell.place("a", holder=cell.candidate("p0").address)
+    assert (cell.candidate("p0").queued_prompt_tokens, cell.candidate("p0").used_blocks) == (0, 0)
+    assert (cell.candidate("d0").queued_prompt_tokens, cell.candidate("d0").used_blocks) == (0, 9)
+    assert cell.candidate("d0").num_requests == 1
+
+
 def test_reports_count_every_block_that_is_not_free_or_cached(cell: Cell) -> None:
     cell.report("d0", in_use=12, num_running=2, num_waiting=3)
     worker = cell.candidate("d0")

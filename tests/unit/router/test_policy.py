@@ -135,6 +135,45 @@ def test_when_every_pair_failed_the_decode_worker_prefills_itself_and_says_so() 
     assert isinstance(forced, Choice) and forced.reason is Reason.ONLY_PAIR_LEFT
 
 
+# -- what is held ------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_held_needs_the_best_decode_worker_only() -> None:
+    holder = make_candidate("p0", P, queued_prompt_tokens=9000)
+    workers = snapshot(
+        holder, make_candidate("p1", P), make_candidate("d0", D, used_blocks=50), make_candidate("d1", D)
+    )
+    outcome = decide(make_request(holder=holder.address), workers, AUTO)
+    assert chosen(outcome) == "split:p0>d1"
+    assert isinstance(outcome, Choice) and outcome.reason is Reason.HELD and outcome.path.is_held
+    assert outcome.prediction.prefill_s == 0
+
+
+def test_a_holder_that_drains_gives_what_it_holds() -> None:
+    holder = make_candidate("p0", P, state=WorkerState.DRAINING)
+    workers = snapshot(holder, make_candidate("p1", P), make_candidate("d0", D))
+    assert chosen(decide(make_request(holder=holder.address), workers, AUTO)) == "split:p0>d0"
+    assert chosen(decide(make_request(), workers, AUTO)) == "split:p1>d0"
+
+
+@pytest.mark.parametrize(
+    ("holder", "request_"),
+    [
+        (make_candidate("p0", P, state=WorkerState.LOST), {}),
+        (make_candidate("p0", P, incarnation=2), {}),
+        (make_candidate("p0", P, format_hash="f1"), {}),
+        (make_candidate("p0", P), {"excluded_workers": (("p0", 1),)}),
+        (make_candidate("p0", P), {"excluded_pairs": (("p0", "d0"),)}),
+    ],
+    ids=["lost", "restarted", "of another format", "blamed", "of a failed pair"],
+)
+def test_what_cannot_be_had_is_computed_again(holder: Candidate, request_: dict[str, object]) -> None:
+    workers = snapshot(holder, make_candidate("p1", P), make_candidate("d0", D))
+    asked = make_request(holder=make_candidate("p0", P).address, **request_)  # type: ignore[arg-type]
+    outcome = decide(asked, workers, AUTO)
+    assert isinstance(outcome, Choice) and not outcome.path.is_held
+
+
 # -- scores -----------------------------------------------------------------------------------------------------------
 
 
