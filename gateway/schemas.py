@@ -232,6 +232,13 @@ class DetokenizeBody(Body):
     tokens: list[int]
 
 
+_REASONS = {
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+    "dict_type": "must be an object",
+    "list_type": "must be a list",
+}
+"""Where pydantic speaks of Python."""
 SomeBody = TypeVar("SomeBody", bound=Body)
 
 
@@ -297,5 +304,5 @@ def _first_error(error: ErrorDetails) -> InvalidRequest:
     path = ".".join(str(part) for part in error["loc"] if part != "str" and not str(part).startswith("list["))
     if error["type"] == "missing":
         return InvalidRequest(f"'{path}' is required", param=path, code="missing_required_parameter")
-    reason = error["msg"].removeprefix("Value error, ")[:MAX_ERROR_CHARS]
+    reason = _REASONS.get(error["type"], error["msg"].removeprefix("Value error, ")[:MAX_ERROR_CHARS])
     return InvalidRequest(f"'{path}': {reason[:1].lower()}{reason[1:]}", param=path, code="invalid_value")

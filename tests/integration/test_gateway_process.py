@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import ssl
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from core import types as t
 from core.config import config_to_json, parse_config
 from core.ids import GatewayId, Incarnation, WorkerId
 from rpc.server import RpcServer
+from tests.support.certificates import write_certificate
 from tests.support.scripted import Script, ScriptedCluster, ScriptedDecode, ScriptedPrefill
 from tests.support.tiny_model import write_folder
 from tests.support.tiny_tokenizer import ids_of
@@ -93,17 +95,26 @@ class Stage:
     listen: str
 
 
-async def start_gateway(model: Path, router: str, listen: str) -> asyncio.subprocess.Process:
+async def start_gateway(model: Path, router: str, listen: str, **gateway: object) -> asyncio.subprocess.Process:
     config = parse_config(
         {
             "models": [{"name": "m", "path": str(model)}],
-            "gateway": {"listen": listen, "limits": {"drain_s": 5}},
+            "gateway": {"listen": listen, "limits": {"drain_s": 5}, **gateway},
             "router": {"listen": router},
         }
     )
     arguments = ("-m", "baton.process", "gateway", "--config-json", config_to_json(config))
     pipe = asyncio.subprocess.PIPE
     return await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=pipe, stderr=pipe)
+
+
+async def listening(process: asyncio.subprocess.Process) -> str:
+    """Where a gateway serves, once it does."""
+    assert process.stdout is not None
+    line = (await asyncio.wait_for(process.stdout.readline(), 60)).decode()
+    assert line.startswith(READY_LINE), line
+    address: str = json.loads(line.removeprefix(READY_LINE))["http"]
+    return address
 
 
 @pytest.fixture(scope="module")
@@ -122,10 +133,7 @@ async def stage(model: Path) -> AsyncIterator[Stage]:
     server.add_decode(handlers)
     handlers.address = await server.start("127.0.0.1:0")
     process = await start_gateway(model, handlers.address, "127.0.0.1:0")
-    assert process.stdout is not None
-    line = (await asyncio.wait_for(process.stdout.readline(), 60)).decode()
-    assert line.startswith(READY_LINE), line
-    listen = json.loads(line.removeprefix(READY_LINE))["http"]
+    listen = await listening(process)
     yield Stage(cluster=cluster, handlers=handlers, url=f"http://{listen}", process=process, listen=listen)
     if process.returncode is None:
         process.kill()
@@ -197,6 +205,49 @@ async def test_sigterm_finishes_what_runs_and_exits_cleanly(stage: Stage) -> Non
         stage.cluster.release("token-3")
         assert (await call).json()["choices"][0]["text"] == ANSWER
     assert await asyncio.wait_for(stage.process.wait(), 10) == 0
+
+
+async def test_a_certificate_is_renewed_and_a_second_signal_ends_the_drain(
+    stage: Stage, model: Path, tmp_path: Path
+) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    write_certificate(cert, key, name="first")
+    tls = {"cert": str(cert), "key": str(key), "reload_s": 0.05}
+    settings = {"tls": tls, "limits": {"drain_wait_s": 600, "drain_s": 600}}
+    process = await start_gateway(model, stage.handlers.address, "127.0.0.1:0", **settings)
+    try:
+        url = f"https://{await listening(process)}"
+        old = ssl.create_default_context(cafile=str(cert))
+        async with httpx.AsyncClient(verify=old) as client:
+            assert (await client.get(f"{url}/health")).status_code == 200
+            write_certificate(cert, key, name="second")
+            new = ssl.create_default_context(cafile=str(cert))
+            async with asyncio.timeout(20), httpx.AsyncClient(verify=new) as other:
+                while True:
+                    try:
+                        assert (await other.get(f"{url}/health")).status_code == 200
+                        break
+                    except httpx.ConnectError:
+                        await asyncio.sleep(0.02)  # another process: there is nothing to await
+            stage.cluster.hold("token-3")
+            body = {"model": "m", "prompt": "x", "max_tokens": 60, "stream": True}
+            async with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
+                lines = answer.aiter_lines()
+                first = await anext(lines)
+                process.send_signal(signal.SIGTERM)
+                async with asyncio.timeout(20), httpx.AsyncClient(verify=new) as other:
+                    while (await other.get(f"{url}/ready")).json().get("error", {}).get("code") != "draining":
+                        await asyncio.sleep(0.01)
+                process.send_signal(signal.SIGTERM)
+                rest = [line async for line in lines if line]
+        assert first.startswith("data: {")
+        assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "draining"
+        assert rest[-1] == "data: [DONE]"
+        assert await asyncio.wait_for(process.wait(), 20) == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
 
 
 async def test_a_taken_port_is_one_line(stage: Stage, model: Path) -> None:
