@@ -70,12 +70,14 @@ def _check_url(url: str, schemes: tuple[str, ...], password_file: str, password_
     """The URL, if its scheme is known and it holds no password. Its text is in no message: it may hold one."""
     try:
         parts = urlsplit(url)
-        has_password = parts.password is not None or "password" in parts.query
+        has_place = bool(parts.hostname) and parts.port != 0
     except ValueError:
-        raise ValueError("is not a URL") from None
+        has_place = False
+    if not has_place:
+        raise ValueError("must be a URL such as SCHEME://HOST:PORT/NAME")
     if parts.scheme not in schemes:
         raise ValueError(f"must be a URL that begins with {' or '.join(f'{scheme}://' for scheme in schemes)}")
-    if has_password:
+    if parts.password is not None or "password" in parts.query:
         raise ValueError(
             f"must hold no password, for it is printed and logged: put the password into a file and name it as "
             f"gateway.access.{password_file}, or set the environment variable {password_name}"

@@ -112,13 +112,15 @@ class KeyGate:
     async def _count_request(self, exchange: Exchange, key: KeyRecord, *, num_requests: int) -> None:
         """Reading something counts no request, but is told how the rates stand; over the rate, it is answered as
         well."""
+        max_requests, max_tokens = key.terms.requests_per_minute, key.terms.tokens_per_minute
+        if max_requests is None and max_tokens is None:
+            return  # a store that is away is not this key's concern
 
         async def count(counters: Counters) -> tuple[Reading | None, Reading | None]:
-            windows, terms = counters.windows, key.terms
-            requests, tokens = terms.requests_per_minute, terms.tokens_per_minute
+            take, names = counters.windows.take, (rate_name(key, "requests"), rate_name(key, "tokens"))
             return (
-                None if requests is None else await windows.take(rate_name(key, "requests"), num_requests, requests),
-                None if tokens is None else await windows.take(rate_name(key, "tokens"), 0, tokens),
+                None if max_requests is None else await take(names[0], num_requests, max_requests),
+                None if max_tokens is None else await take(names[1], 0, max_tokens),
             )
 
         requests, tokens = await self._counters.run(count)

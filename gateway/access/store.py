@@ -87,6 +87,9 @@ class AccessStore:
             raise ConfigError(
                 f"cannot use the database of API keys (gateway.access.database): {error.reason}"
             ) from None
+        except TypeError as error:  # of the driver: a parameter of the URL that it does not know
+            await store.close()
+            raise ConfigError(f"cannot use the parameters of gateway.access.database: {error}") from None
         except ConfigError:
             await store.close()
             raise
@@ -268,6 +271,8 @@ def _engine(config: AccessConfig, database: str) -> AsyncEngine:
     if "://" not in database:
         return _sqlite_engine(Path(database), config.database_timeout_s)
     url = make_url(database).set(drivername="postgresql+asyncpg")
+    if "sslmode" in url.query:  # libpq's word, which people know; the driver's takes the same values
+        url = url.update_query_dict({"ssl": url.query["sslmode"]}).difference_update_query(["sslmode"])
     password = read_secret(DATABASE_PASSWORD, config.database_password_file)
     if password is not None:
         url = url.set(password=password)

@@ -148,6 +148,16 @@ async def test_a_wrong_password_is_told_without_it(postgres: PostgresServer, tmp
     assert "hush" not in refused.value.message
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("query", "told"), [("sslmode=require", "SSL"), ("sslmode=what", "ssl"), ("speed=high", "speed")]
+)
+async def test_parameters_of_the_url_reach_the_driver(postgres: PostgresServer, query: str, told: str) -> None:
+    database = f"{postgres.new_database()}?{query}"
+    with pytest.raises(ConfigError, match=told):
+        await AccessStore.open(AccessConfig(database=database, database_password_file=str(postgres.password_file)))
+
+
 class LossyStore:
     """Loses answers: what it was asked is in the database all the same, or not."""
 

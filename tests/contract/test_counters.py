@@ -14,7 +14,7 @@ from core.access_config import AccessConfig
 from core.clock import ManualClock
 from gateway.access import shared_tally
 from gateway.access.counters import CounterChoice, Counters, SharedCounters, local_counters
-from gateway.access.errors import AccessUnknown
+from gateway.access.errors import AccessUnknown, StoreAway
 from gateway.access.tally import REFRESH_S, Ask, Budget, LocalTally, Period, Verdict
 from gateway.access.windows import Memory, Windows
 from tests.support.valkey import ValkeyServer
@@ -156,6 +156,24 @@ async def test_a_crowd_waits_for_connections_and_is_counted(server: ValkeyServer
     work = [choice.run(lambda counters: counters.windows.take(key_id, 1, 400)) for _ in range(600)]
     assert sum(reading.wait_s is None for reading in await asyncio.gather(*work)) == 400
     await shared.close()
+
+
+@pytest.mark.processes
+async def test_a_password_is_read_from_its_file(tmp_path: Path, key_id: str) -> None:
+    server = ValkeyServer(tmp_path, password="a password").start()
+    (tmp_path / "password").write_text("a password\n")
+    settings = {"limits_store": server.url, "store_timeout_s": 20.0}
+    right = SharedCounters(AccessConfig(**settings, limits_password_file=str(tmp_path / "password")), wall)
+    without = SharedCounters(AccessConfig(**settings), wall)
+    try:
+        assert await opened(right, ask(key_id, "1", streams=1)) == Verdict()
+        assert (await right.windows.take(key_id, 1, 5)).remaining == 4
+        with pytest.raises(StoreAway, match="Authentication"):
+            await without.run(lambda counters: counters.windows.take(key_id, 1, 5))
+    finally:
+        await right.close()
+        await without.close()
+        server.kill()
 
 
 @pytest.mark.processes

@@ -16,8 +16,9 @@ START_S = 30
 class ValkeyServer:
     """On a free port of loopback; keeps nothing on disk. `start` after `kill` begins an empty one at the same port."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, password: str = "") -> None:
         self._folder = folder
+        self._password = password
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self._process: subprocess.Popen[bytes] | None = None
@@ -27,7 +28,14 @@ class ValkeyServer:
         return f"redis://127.0.0.1:{self.port}/0"
 
     def start(self) -> Self:
-        settings = {"port": self.port, "bind": "127.0.0.1", "dir": self._folder, "save": "", "appendonly": "no"}
+        settings: dict[str, object] = {
+            "port": self.port,
+            "bind": "127.0.0.1",
+            "dir": self._folder,
+            "save": "",
+            "appendonly": "no",
+        }
+        settings |= {"requirepass": self._password} if self._password else {}
         arguments = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
         self._process = subprocess.Popen([_program(), *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         ends_at = time.monotonic() + START_S
@@ -35,7 +43,7 @@ class ValkeyServer:
             try:
                 with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
                     connection.sendall(b"PING\r\n")
-                    if connection.recv(16).startswith(b"+PONG"):
+                    if connection.recv(16).startswith((b"+PONG", b"-NOAUTH")):
                         return self
             except OSError:
                 assert self._process.poll() is None, "the server ended while starting"

@@ -88,6 +88,9 @@ def test_this_machine_is_served_without_keys(host: str) -> None:
         ("limits_store=redis://:hush@h/0", "limits_password_file"),
         ("database=mysql://u:hush@h/db", "postgresql://"),
         ("limits_store=memcached://hush", "redis://"),
+        ("limits_store=redis://hush:port/0", "SCHEME://HOST:PORT"),
+        ("limits_store=redis:///0", "SCHEME://HOST:PORT"),
+        ("database=postgresql://[hush/db", "SCHEME://HOST:PORT"),
     ],
 )
 def test_no_password_stands_in_a_configuration(setting: str, told: str) -> None:

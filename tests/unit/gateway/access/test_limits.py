@@ -221,6 +221,14 @@ async def test_a_budget_counts_what_other_gateways_wrote(open_site: OpenSite) ->
         assert {row.key_id for row in await site.usage()} == {key.key_id}
 
 
+async def test_a_key_without_limits_needs_no_store(open_site: OpenSite) -> None:
+    async with open_site(limits_store="redis://127.0.0.1:1/0", on_store_loss="closed") as site:
+        free, limited = await site.key(), await site.key(requests_per_minute=5)
+        for _ in range(3):
+            assert (await site.ask(free)).status == 200
+            assert code(await site.ask(limited)) == (503, "access_store_unavailable")
+
+
 @pytest.mark.parametrize(("on_loss", "status"), [("open", 200), ("closed", 503)])
 async def test_a_crowd_before_a_database_that_hangs_waits_once(
     open_site: OpenSite, tmp_path: Path, on_loss: str, status: int
