@@ -42,7 +42,7 @@ def _run(options: argparse.Namespace, config: ClusterConfig) -> None:
         case "gateway":
             import gateway.service
 
-            gateway.service.run(config, on_listening=lambda address: announce({"http": address}))
+            gateway.service.run(config, gateway_id=options.gateway_id, on_listening=announce)
         case _:
             asyncio.run(_worker(options, config))
 
@@ -76,6 +76,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         sub.add_argument("--config", metavar="FILE")
         sub.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
         sub.add_argument("--config-json", help="the whole effective configuration, in place of the two above")
+        if kind == "gateway":
+            sub.add_argument("--gateway-id", default="gateway-0")
         if kind == "worker":
             sub.add_argument("--model", required=True, help="name of a configured model")
             sub.add_argument("--role", required=True, choices=[str(role) for role in Role])

@@ -120,7 +120,7 @@ class UpRun:
                     pass
 
     def _fail(self, event: ComponentEvent) -> None:
-        if self._is_up and event.component not in ESSENTIAL:
+        if self._is_up and event.component.partition("-")[0] not in ESSENTIAL:
             self.say(f"{event.component} is given up: {event.message}")
             return
         if event.exit_code == EXIT_CONFIG:

@@ -305,9 +305,8 @@ def _serve(settings: list[str]) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        service.run(
-            load_config(overrides=settings, environ={}), on_listening=lambda address: print(address, flush=True)
-        )
+        config = load_config(overrides=settings, environ={})
+        service.run(config, on_listening=lambda addresses: print(addresses["http"], flush=True))
 
 
 def main() -> int:

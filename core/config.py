@@ -205,6 +205,9 @@ class CorsConfig(_Section):
 
 class GatewayConfig(_Section):
     listen: str = "127.0.0.1:8000"
+    processes: int = Field(default=1, ge=1, le=64)
+    """Gateway processes on the one port; the kernel spreads connections over them. With several each has a port of its
+    own for probes and metrics too."""
     access: AccessConfig = AccessConfig()
     tls: TlsConfig | None = None
     """Null serves plain HTTP."""
@@ -224,6 +227,15 @@ class GatewayConfig(_Section):
     @classmethod
     def _listen(cls, value: str) -> str:
         return _check_listen(value)
+
+    @model_validator(mode="after")
+    def _limits_of_several(self) -> Self:
+        if self.processes > 1 and self.access.has_keys and self.access.limits_store == "memory":
+            raise ValueError(
+                f"{self.processes} gateway processes would each count rates for themselves: name a store that they "
+                "share with --set gateway.access.limits_store=redis://HOST:PORT/0, or run one process"
+            )
+        return self
 
     @model_validator(mode="after")
     def _loopback_without_keys(self) -> Self:

@@ -36,12 +36,19 @@ def router_spec(config: ClusterConfig) -> ComponentSpec:
     return _spec("router", ComponentKind.ROUTER, config)
 
 
-def gateway_spec(config: ClusterConfig) -> ComponentSpec:
-    """Its drain ends before the launcher's patience: running streams end by an error in the stream, not by a cut."""
+def gateway_specs(config: ClusterConfig) -> tuple[ComponentSpec, ...]:
+    """All gateway processes. A single one is called ``gateway``.
+
+    Their drain ends before the launcher's patience: running streams end by an error in the stream, not by a cut.
+    """
     drain_s = min(config.gateway.limits.drain_s, max(0.0, _grace_s(config) - CLOSE_S))
     limits = config.gateway.limits.model_copy(update={"drain_s": drain_s})
     gateway = config.gateway.model_copy(update={"limits": limits})
-    return _spec("gateway", ComponentKind.GATEWAY, config.model_copy(update={"gateway": gateway}))
+    config = config.model_copy(update={"gateway": gateway})
+    if gateway.processes == 1:
+        return (_spec("gateway", ComponentKind.GATEWAY, config),)
+    names = [f"gateway-{index}" for index in range(gateway.processes)]
+    return tuple(_spec(name, ComponentKind.GATEWAY, config, ("--gateway-id", name)) for name in names)
 
 
 def worker_spec(config: ClusterConfig, model: ModelConfigSection, role: Role, index: int) -> ComponentSpec:
@@ -66,13 +73,16 @@ class Cluster:
     async def start(self) -> tuple[str, ...]:
         """Start everything; who needs whom is settled by their own retries. Returns the names, in a reader's order."""
         await self._launcher.start(router_spec(self._config))
-        await self._launcher.start(gateway_spec(self._config))
+        gateways = gateway_specs(self._config)
+        for gateway in gateways:
+            await self._launcher.start(gateway)
         await self.apply(
             PoolSize(model=model.name, role=role, replicas=pool.replicas)
             for model in self._config.models
             for role, pool in model.pools.items()
         )
-        return ("router", "gateway", *(name for names in self._workers.values() for name in names))
+        workers = [name for names in self._workers.values() for name in names]
+        return ("router", *(gateway.name for gateway in gateways), *workers)
 
     async def apply(self, sizes: Iterable[PoolSize]) -> None:
         """Start or stop workers until every named pool has its size. The youngest worker goes first."""

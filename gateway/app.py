@@ -104,6 +104,10 @@ class Gateway:
         """A drain ends now: it waits for nobody any more."""
         self._generation.hurry()
 
+    def why_not_ready(self) -> str | None:
+        """For probes: a person's reason."""
+        return "shutting down" if self._generation.is_draining else self.reporter.why_not_ready()
+
     async def close(self) -> None:
         """Ends everything this gateway owns. No request may be running any more."""
         await self._scope.close()

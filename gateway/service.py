@@ -6,13 +6,14 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import uvloop
 
 from core.config import ClusterConfig, split_address
 from core.errors import ConfigError, InternalError
 from core.ids import GatewayId, new_incarnation
+from core.probes import ProbeServer
 from core.tasks import TaskScope
 from core.telemetry import Telemetry, setup_telemetry
 from gateway.access.assembly import open_access
@@ -27,26 +28,32 @@ log = logging.getLogger(__name__)
 
 
 def run(
-    config: ClusterConfig, *, gateway_id: str = "gateway-0", on_listening: Callable[[str], None] | None = None
+    config: ClusterConfig,
+    *,
+    gateway_id: str = "gateway-0",
+    on_listening: Callable[[Mapping[str, str]], None] | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT. Raises ConfigError for what the operator has to mend.
 
-    `on_listening` is told the HTTP address (``host:port``) once requests are accepted.
+    `on_listening` is told the addresses (``host:port``) once requests are accepted: ``http``, and ``probes`` where
+    several processes share that one.
     """
     telemetry = setup_telemetry("gateway", config.telemetry)
     certificate = Certificate(config.gateway.tls) if config.gateway.tls is not None else None
-    listener = _bind(config.gateway.listen)
+    listener = _bind(config.gateway.listen, is_shared=config.gateway.processes > 1)
     models = [ServedModel.load(section) for section in config.models]
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(config, listener, certificate, models, telemetry, GatewayId(gateway_id), on_listening))
 
 
-def _bind(listen: str) -> socket.socket:
+def _bind(listen: str, *, is_shared: bool) -> socket.socket:
     """Taken before the models are read, so that a wrong port is told at once."""
     host, port = split_address(listen)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if is_shared:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind((host.strip("[]"), port))
         listener.listen(BACKLOG)
@@ -67,7 +74,7 @@ async def _serve(
     models: list[ServedModel],
     telemetry: Telemetry,
     gateway_id: GatewayId,
-    on_listening: Callable[[str], None] | None,
+    on_listening: Callable[[Mapping[str, str]], None] | None,
 ) -> None:
     incarnation = new_incarnation()
     access = await open_access(config.gateway.access, incarnation=incarnation)
@@ -101,19 +108,24 @@ async def _serve(
     upkeep = TaskScope("gateway-process")
     if certificate is not None:
         upkeep.spawn(certificate.follow(), name="certificate")
+    probes = ProbeServer(ready=gateway.why_not_ready, metrics=telemetry.render_metrics)
     serving = loop.create_task(server.serve(sockets=[listener]), name="http-server")
     gc.collect()
     gc.freeze()  # the vocabulary stays: no collection need look at it
     try:
         log.info("listening", extra={"address": address, "models": [model.name for model in models]})
+        addresses = {"http": address}
+        if config.gateway.processes > 1:
+            addresses["probes"] = await probes.start(f"{host}:0")
         if on_listening is not None:
-            on_listening(address)
+            on_listening(addresses)
         stopped = loop.create_task(stop.wait(), name="stop-signal")
         await asyncio.wait((serving, stopped), return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         log.info("draining")
         await gateway.drain()
     finally:
+        await probes.stop()
         server.should_exit = True
         try:
             await serving

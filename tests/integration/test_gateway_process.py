@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import ssl
 import sys
@@ -18,6 +19,7 @@ import pytest
 from core import types as t
 from core.config import config_to_json, parse_config
 from core.ids import GatewayId, Incarnation, WorkerId
+from deploy.cluster import resolve_ports
 from rpc.server import RpcServer
 from tests.support.certificates import write_certificate
 from tests.support.scripted import Script, ScriptedCluster, ScriptedDecode, ScriptedPrefill
@@ -259,3 +261,44 @@ async def test_a_taken_port_is_one_line(stage: Stage, model: Path) -> None:
     assert stage.listen in line
     assert "gateway.listen" in line
     assert "Traceback" not in line
+
+
+async def test_several_processes_share_one_port_and_answer_for_a_dead_one(model: Path) -> None:
+    listen = resolve_ports(parse_config({"gateway": {"listen": "127.0.0.1:0"}})).gateway.listen
+    processes = [await start_gateway(model, "127.0.0.1:1", listen, processes=2) for _ in range(2)]
+    try:
+        probes = []
+        for process in processes:
+            assert process.stdout is not None
+            line = (await asyncio.wait_for(process.stdout.readline(), 60)).decode()
+            addresses = json.loads(line.removeprefix(READY_LINE))
+            assert addresses["http"] == listen
+            probes.append(addresses["probes"])
+        await ask_health(listen, 40)
+        counts = [await num_answers(probe) for probe in probes]
+        assert sum(counts) == 40 and all(counts), "the kernel spreads connections"
+        processes[0].kill()
+        await processes[0].wait()
+        await ask_health(listen, 20)
+        assert await num_answers(probes[1]) == counts[1] + 20
+    finally:
+        for process in processes:
+            if process.returncode is None:
+                process.kill()
+            await process.communicate()
+
+
+async def ask_health(listen: str, times: int) -> None:
+    """Over a connection of its own each time."""
+    for _ in range(times):
+        async with httpx.AsyncClient(trust_env=False) as client:
+            assert (await client.get(f"http://{listen}/health")).status_code == 200
+
+
+async def num_answers(probe: str) -> int:
+    """To `/health`, as one process counts them on its own port."""
+    async with httpx.AsyncClient(trust_env=False) as client:
+        assert (await client.get(f"http://{probe}/ready")).status_code == 503  # there is no router
+        text = (await client.get(f"http://{probe}/metrics")).text
+    found = re.search(r'^baton_gateway_http_responses_total\{route="/health",status="200"\} (\S+)$', text, re.MULTILINE)
+    return int(float(found[1])) if found else 0

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from core.config import DEFAULT_MODEL, child_environment, dump_config, load_config, read_secret
+from core.config import DEFAULT_MODEL, child_environment, dump_config, load_config, parse_config, read_secret
 from core.errors import ConfigError
 from core.types import Role
 
@@ -136,3 +136,12 @@ def test_a_setting_of_one_default_pool_keeps_the_other() -> None:
     assert {role: pool.replicas for role, pool in config.models[0].pools.items()} == {Role.PREFILL: 1, Role.DECODE: 2}
     config = load_config(overrides=["models.0.pools.unified.replicas=2"], environ={})
     assert set(config.models[0].pools) == {Role.UNIFIED}
+
+
+def test_several_gateways_with_keys_need_a_store_that_they_share() -> None:
+    access: dict[str, object] = {"database": "keys.db"}
+    with pytest.raises(ConfigError, match="name a store that they share"):
+        parse_config({"gateway": {"processes": 2, "access": access}})
+    access["limits_store"] = "redis://127.0.0.1:1/0"
+    assert parse_config({"gateway": {"processes": 2, "access": access}}).gateway.processes == 2
+    assert parse_config({"gateway": {"processes": 2}}).gateway.processes == 2
