@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from modelfiles.chat_messages import ChatCall, ChatMessage, ChatTool
@@ -37,6 +37,8 @@ class TemplateTraits:
     wants_content: bool = False
     """An empty text instead of null beside calls."""
     wants_short_ids: bool = False
+    wants_single_calls: bool = False
+    """One call in a turn: it refuses several, or shows the first of them only."""
 
 
 def traits_of(template: ChatTemplate) -> TemplateTraits:
@@ -45,25 +47,25 @@ def traits_of(template: ChatTemplate) -> TemplateTraits:
     has_tools = "probe_name" in tools and "probe_key" in tools
     forms: tuple[Mapping[str, object] | str, ...] = (_OBJECT, _TEXT)
     for call_id, arguments, content in product((LONG_ID, SHORT_ID), forms, (None, "")):
-        if _shows_call(_render(template, _exchange(call_id, arguments, content), [_TOOL]), arguments):
-            return TemplateTraits(
-                has_system="probe rules" in system,
-                has_tools=has_tools,
-                has_calls=True,
-                wants_text_arguments=isinstance(arguments, str),
-                wants_content=content is not None,
-                wants_short_ids=call_id == SHORT_ID,
-            )
+        call = ChatCall(call_id=call_id, name="probe_called", arguments=arguments)
+        if not _shows_call(_render(template, _exchange(content, call), [_TOOL]), arguments):
+            continue
+        second = replace(call, call_id=call_id[::-1], name="probe_second")
+        return TemplateTraits(
+            has_system="probe rules" in system,
+            has_tools=has_tools,
+            has_calls=True,
+            wants_text_arguments=isinstance(arguments, str),
+            wants_content=content is not None,
+            wants_short_ids=call_id == SHORT_ID,
+            wants_single_calls="probe_second" not in _render(template, _exchange(content, call, second), [_TOOL]),
+        )
     return TemplateTraits(has_system="probe rules" in system, has_tools=has_tools)
 
 
-def _exchange(call_id: str, arguments: Mapping[str, object] | str, content: str | None) -> list[ChatMessage]:
-    call = ChatCall(call_id=call_id, name="probe_called", arguments=arguments)
-    return [
-        _USER,
-        ChatMessage(role="assistant", content=content, calls=(call,)),
-        ChatMessage(role="tool", content=_RESULT, name="probe_called", call_id=call_id),
-    ]
+def _exchange(content: str | None, *calls: ChatCall) -> list[ChatMessage]:
+    results = [ChatMessage(role="tool", content=_RESULT, call_id=call.call_id) for call in calls]
+    return [_USER, ChatMessage(role="assistant", content=content, calls=calls), *results]
 
 
 def _shows_call(text: str, arguments: Mapping[str, object] | str) -> bool:

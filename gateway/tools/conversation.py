@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import orjson
@@ -76,8 +77,9 @@ def with_tools(
 ) -> tuple[list[ChatMessage], Sequence[ChatTool] | None]:
     """The turns for the template, and the tools for it (None: it is told of none)."""
     if dialect.is_taught:
-        wants_content = dialect.traits.wants_content
-        shown = [_with_content(turn) if wants_content and turn.content is None else turn for turn in turns]
+        shown = _with_single_calls(turns) if dialect.traits.wants_single_calls else list(turns)
+        if dialect.traits.wants_content:
+            shown = [replace(turn, content=turn.content or "") for turn in shown]
         return shown, tools or None
     plain = [_as_text(turn) for turn in turns]
     if tools:
@@ -128,6 +130,29 @@ def _call_id(given: str, dialect: Dialect) -> str:
 
 def _refuse(param: str, reason: str) -> InvalidRequest:
     return InvalidRequest(f"'{param}': {reason}", param=param, code="invalid_value")
+
+
+# -- in the template's way --------------------------------------------------------------------------------------------
+
+
+def _with_single_calls(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Each call is a turn of its own, followed by its results."""
+    single: list[ChatMessage] = []
+    rest = list(turns)
+    while rest:
+        turn = rest.pop(0)
+        if len(turn.calls) < 2:
+            single.append(turn)
+            continue
+        results = list(takewhile(lambda one: one.role == "tool", rest))
+        del rest[: len(results)]
+        for index, call in enumerate(turn.calls):
+            alone = replace(turn, calls=(call,))
+            single.append(alone if index == 0 else replace(alone, content=None, reasoning=None))
+            single += [result for result in results if result.call_id == call.call_id]
+            results = [result for result in results if result.call_id != call.call_id]
+        single += results
+    return single
 
 
 # -- in our own way ---------------------------------------------------------------------------------------------------
@@ -183,10 +208,6 @@ def _joined_results(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
         else:
             joined.append(turn)
     return [replace(turn, call_id=None) for turn in joined]
-
-
-def _with_content(turn: ChatMessage) -> ChatMessage:
-    return replace(turn, content="")
 
 
 def _dumps(value: object) -> str:

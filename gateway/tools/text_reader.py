@@ -71,8 +71,10 @@ class TextReader:
 
     def _num_begun(self, mark: str) -> int:
         """Length of the longest end of the buffer that begins `mark`."""
-        longest = min(len(mark) - 1, len(self._buffer) - self._at)
-        return next((size for size in range(longest, 0, -1) if self._buffer.endswith(mark[:size])), 0)
+        start = self._buffer.find(mark[0], max(self._at, len(self._buffer) - len(mark) + 1))
+        while start >= 0 and not mark.startswith(self._buffer[start:]):
+            start = self._buffer.find(mark[0], start + 1)
+        return len(self._buffer) - start if start >= 0 else 0
 
     def _is_next(self, mark: str) -> bool | None:
         """Whether the buffer goes on with `mark`; None while that is open."""

@@ -30,7 +30,7 @@ class PieceWriter:
     def take(self) -> list[Piece]:
         """What became certain since the last time, neighbours of one kind joined."""
         pieces, self._pieces = self._pieces, []
-        return joined(pieces)
+        return joined(pieces) if len(pieces) > 1 else pieces
 
     # -- outside of calls ----------------------------------------------------------------------------------------------
 

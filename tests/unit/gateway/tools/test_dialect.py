@@ -53,7 +53,7 @@ def rendered(source: str, given: list[Message], *, tokenizer: Tokenizer | None =
             TemplateTraits(has_system=True, has_tools=True, has_calls=True, wants_text_arguments=True),
         ),
         (templates.MISTRAL, TemplateTraits(has_tools=True, has_calls=True, wants_short_ids=True)),
-        (templates.LLAMA3, TemplateTraits(has_system=True, has_tools=True, has_calls=True)),
+        (templates.LLAMA3, TemplateTraits(has_system=True, has_tools=True, has_calls=True, wants_single_calls=True)),
         (templates.QWEN3_CODER, TemplateTraits(has_system=True, has_tools=True, has_calls=True)),
         (templates.NO_TOOLS, TemplateTraits(has_system=True)),
         (templates.NO_SYSTEM, TemplateTraits()),
@@ -142,6 +142,21 @@ def test_ids_are_shortened_alike_for_a_template_that_wants_nine_characters() -> 
     assert f"sunny {short}[/TOOL_RESULTS]" in text
     given = [{**EXCHANGE[1], "tool_calls": [{**CALL, "id": "abcDEF123"}]}, {**EXCHANGE[2], "tool_call_id": "abcDEF123"}]
     assert "sunny abcDEF123" in rendered(templates.MISTRAL, messages(EXCHANGE[0], *given))
+
+
+def test_calls_are_turns_of_their_own_for_a_template_that_shows_one_only() -> None:
+    second = {**CALL, "id": "call_4567", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+    told = {"role": "assistant", "content": "I look.", "tool_calls": [CALL, second]}
+    results = [
+        {"role": "tool", "tool_call_id": "call_4567", "content": "snow"},
+        {"role": "tool", "tool_call_id": "call_0123", "content": "sunny"},
+    ]
+    tokenizer = marked_tokenizer("<|python_tag|>", special=True)
+    text = rendered(templates.LLAMA3, messages(EXCHANGE[0], told, *results, EXCHANGE[0]), tokenizer=tokenizer)
+    places = [text.index(one) for one in ('"city": "Rome"', "sunny", '"city": "Oslo"', "snow")]
+    assert places == sorted(places)
+    assert text.count("<|im_start|>assistant") == 3  # the last one is the prompt's
+    assert text.count("Rome?") == 2
 
 
 @pytest.mark.parametrize("source", [templates.NO_TOOLS, templates.UNKNOWN_FORMAT], ids=["no tools", "other format"])
