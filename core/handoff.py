@@ -212,6 +212,8 @@ class Sealed:
     attempt: int
     grant: Grant
     first_tokens: tuple[FirstToken, ...]
+    traceparent: str = ""
+    """Of P's span that holds the blocks: what D's transfer is linked to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

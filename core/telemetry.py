@@ -9,13 +9,14 @@ from typing import Any
 
 from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
 from core.config import TelemetryConfig
 from core.errors import ConfigError
+from core.spans import Kind, Span, TraceIds, Value, begin_span
 
 METRIC_PREFIX = "baton"
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -59,7 +60,28 @@ class Telemetry:
 
     component: str
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
-    tracer: trace.Tracer = field(default_factory=trace.NoOpTracer)
+    tracer: trace.Tracer | None = None
+    """None: nobody collects spans."""
+    ids: TraceIds = field(default_factory=TraceIds)
+    """Of the tracer."""
+
+    def begin(
+        self,
+        name: str,
+        *,
+        parent: str = "",
+        trace_id: str = "",
+        kind: Kind = "internal",
+        **attributes: Value,
+    ) -> Span:
+        """A span of this component below ``parent``, a traceparent. Without one a trace begins; ``trace_id`` (32
+        hexadecimal digits) is its id, if given."""
+        if self.tracer is None:
+            return Span(None, parent)
+        if trace_id and not parent:
+            self.ids.want(trace_id)
+        attributes["component"] = self.component
+        return begin_span(self.tracer, name, parent=parent, kind=kind, attributes=attributes)
 
     def render_metrics(self) -> bytes:
         """The registry in Prometheus text format."""
@@ -77,6 +99,12 @@ def setup_telemetry(component: str, config: TelemetryConfig) -> Telemetry:
         raise ConfigError(
             "telemetry.otlp_endpoint is set, but the exporter is not installed: pip install 'baton-serve[otlp]'"
         ) from None
-    provider = TracerProvider(resource=Resource.create({"service.name": f"baton-{component}"}))
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=config.otlp_endpoint)))
-    return Telemetry(component=component, tracer=provider.get_tracer("baton"))
+    return traced_telemetry(component, BatchSpanProcessor(OTLPSpanExporter(endpoint=config.otlp_endpoint)))
+
+
+def traced_telemetry(component: str, processor: SpanProcessor) -> Telemetry:
+    """A component whose spans go to ``processor``."""
+    ids = TraceIds()
+    provider = TracerProvider(resource=Resource.create({"service.name": f"baton-{component}"}), id_generator=ids)
+    provider.add_span_processor(processor)
+    return Telemetry(component=component, tracer=provider.get_tracer("baton"), ids=ids)

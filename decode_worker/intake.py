@@ -24,6 +24,7 @@ from typing import NamedTuple
 from core.errors import LayoutMismatch
 from core.handoff import Claim, DigestKind, Grant, HandoffOutcome, Open, Sealed
 from core.ids import Incarnation, RequestId
+from core.spans import NO_SPAN, Span
 from core.types import AdmitRequest, FirstToken, Mode, StageTimes
 from decode_worker.holders import Holder, Holders
 from decode_worker.reading import Reading
@@ -77,6 +78,8 @@ class Admission:
     unread: set[int] = field(default_factory=set)
     """Choices that the gateway reads no more: their next token is their last."""
     grammar: CompiledGrammar | None = None
+    span: Span = NO_SPAN
+    """Of the attempt at this worker."""
     marks: dict[str, float] = field(default_factory=dict)
     """``time.monotonic`` of state changes: they become the stage times."""
     fetch: FetchResult | None = None
@@ -207,9 +210,17 @@ class Intake:
 
     async def _move(self, admission: Admission, holder: Holder, *, num_held: int) -> tuple[Sealed, list[int]]:
         """The granted blocks, read and verified."""
+        parent = admission.span.traceparent
+        with self._context.telemetry.begin("kv.handoff", parent=parent, peer=holder.address.worker_id) as span:
+            return await self._open_and_read(admission, holder, span, num_held=num_held)
+
+    async def _open_and_read(
+        self, admission: Admission, holder: Holder, span: Span, *, num_held: int
+    ) -> tuple[Sealed, list[int]]:
         asked, context = admission.asked, self._context
         admission.enter(AdmissionState.OPENED)
         request = asked.request
+        opening = context.telemetry.begin("kv.open", parent=span.traceparent)
         offer = holder.open(
             (Claim if asked.is_held else Open)(
                 handoff_id=asked.handoff_id,
@@ -217,18 +228,20 @@ class Intake:
                 attempt=request.attempt,
                 num_held_blocks=num_held,
                 ticket=asked.ticket,
-                traceparent=request.traceparent,
+                traceparent=span.traceparent,
             )
         )
         outcome, reason = HandoffOutcome.OK, ""
         try:
             await context.failpoints.reach("decode.opened")
             link = await holder.link()
-            async with self._reading(admission, link, num_held) as reading:
+            async with self._reading(admission, link, num_held, span) as reading:
                 offer.on_ended = reading.give_up
                 while not isinstance(message := await offer.next(), Sealed):
                     await context.failpoints.reach("decode.ready")
                     reading.take(message)
+                opening.end()
+                reading.span.link(message.traceparent)
                 admission.enter(AdmissionState.FETCHING)
                 try:
                     _check_firsts(message.first_tokens, admission)
@@ -239,13 +252,23 @@ class Intake:
                     admission.fetch = reading.result
                     admission.marks.update(reading.marks)
         except BaseException as error:
+            opening.fail(error)
             outcome, reason = _outcome(admission, error), str(error)
             raise
         finally:
             num_bytes = 0 if admission.fetch is None else admission.fetch.num_bytes
             holder.close(offer, outcome, num_bytes=num_bytes, reason=reason)
 
-    def _reading(self, admission: Admission, link: Link, num_held: int) -> Reading:
+    def _reading(self, admission: Admission, link: Link, num_held: int, above: Span) -> Reading:
+        span = self._context.telemetry.begin(
+            "kv.transfer",
+            parent=above.traceparent,
+            kind="client",
+            peer=link.peer.worker_id,
+            backend=link.peer.link.backend,
+            mode=link.peer.link.mode,
+            retries=admission.asked.request.attempt - 1,
+        )
         return Reading(
             self._context,
             self._transfers,
@@ -254,6 +277,7 @@ class Intake:
             indices=range(num_held, self._context.geometry.blocks_for(admission.num_tokens)),
             reservation=admission.reservation,
             deadline_at=admission.deadline_at,
+            span=span,
         )
 
     def _check_grant(self, grant: Grant, admission: Admission, num_held: int) -> None:

@@ -21,10 +21,11 @@ from typing import Self
 
 from core.errors import LayoutMismatch, PeerLost, ServingError, StaleLease, TransferError
 from core.handoff import DigestKind, Grant, HandoffOutcome, LeaseRef, Ready
+from core.spans import NO_SPAN, Span
 from core.tasks import TaskScope
 from engine.block_pool import Reservation
 from kvtransfer.backends.base import Link
-from kvtransfer.fetch import FetchRequest, FetchResult, Transfer
+from kvtransfer.fetch import FetchRequest, FetchResult, Transfer, outcome_of
 from kvtransfer.transfer_thread import TransferThread
 from kvtransfer.validate import check_read
 from worker.context import WorkerContext
@@ -46,8 +47,11 @@ class Reading:
         indices: range,
         reservation: Reservation | None,
         deadline_at: float,
+        span: Span = NO_SPAN,
     ) -> None:
-        """``indices`` are the blocks that are not here. They are taken from ``reservation``."""
+        """``indices`` are the blocks that are not here. They are taken from ``reservation``. ``span`` ends
+        with this."""
+        self.span = span
         self._context = context
         self._transfers = transfers
         self._link = link
@@ -74,6 +78,7 @@ class Reading:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._end_span(error)
         if error is not None:
             if self._transfer is not None:
                 self._transfer.abandon()
@@ -87,6 +92,16 @@ class Reading:
         self._ended = error
         if self._transfer is not None:
             self._transfer.abandon()
+
+    def _end_span(self, error: BaseException | None) -> None:
+        outcome = HandoffOutcome.OK if error is None else outcome_of(error)
+        result = self.result
+        self.span.end(
+            str(outcome),
+            blocks=len(self._local),
+            bytes=0 if result is None else result.num_bytes,
+            early_bytes=0 if result is None else result.early_bytes,
+        )
 
     def take(self, ready: Ready) -> None:
         """Begin to read what P has announced and was not asked for yet.

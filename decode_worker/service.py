@@ -138,6 +138,9 @@ class DecodeRole:
                 raise QueueFull(f"{context.worker_id} has {len(self._queue)} requests waiting for KV blocks")
             insort(self._queue, admission, key=_rank)
         admission.enter(AdmissionState.QUEUED)
+        admission.span = context.telemetry.begin(
+            "decode", parent=asked.traceparent, kind="server", mode=request.mode, attempt=asked.attempt
+        )
         self._admissions[admission.key] = admission
         admission.task = self._scope.spawn(self._run(admission), name=f"admission-{asked.request_id[:8]}")
         admission.task.add_done_callback(partial(self._on_run_end, admission))
@@ -278,6 +281,7 @@ class DecodeRole:
         if self._admissions.get(admission.key) is admission:
             del self._admissions[admission.key]
             admission.state = AdmissionState.OVER
+            admission.span.end(Cancelled.slug if error is None else error.slug)
             ending = self._scope.spawn(self._give_back(admission, error), name="give-back")
             self._endings.add(ending)
             ending.add_done_callback(self._endings.discard)
@@ -356,6 +360,7 @@ class DecodeRole:
         if not admission.unfinished:
             del self._admissions[admission.key]
             admission.state = AdmissionState.OVER
+            admission.span.end(choices=len(admission.choices))
             if admission.task is not None:
                 admission.task.cancel()
 

@@ -75,6 +75,7 @@ class Gateway:
             incarnation=incarnation,
             on_count=self._on_count,
             gate=self._access.gate,
+            telemetry=telemetry,
         )
         routes = Routes(
             shelf=self._shelf,

@@ -11,6 +11,7 @@ from core.errors import Cancelled, InvalidRequest, NoWorker, QueueFull
 from core.grammar import GRAMMAR_PARAM
 from core.ids import GatewayId, Incarnation, RequestId
 from core.tasks import all_or_none
+from core.telemetry import Telemetry
 from core.types import ChoiceProgress, FinishReason, GenerateRequest
 from gateway.access.gate import Gate
 from gateway.access.reservations import Demand
@@ -54,6 +55,7 @@ class Generation:
         incarnation: Incarnation,
         on_count: Callable[[int], None],
         gate: Gate,
+        telemetry: Telemetry,
     ) -> None:
         self._shelf = shelf
         self._pipeline = pipeline
@@ -64,6 +66,7 @@ class Generation:
         self._incarnation = incarnation
         self._on_count = on_count
         self._gate = gate
+        self._telemetry = telemetry
         self._num_running = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -194,9 +197,14 @@ class Generation:
 
     def _runs(self, exchange: Exchange, scope: Scope, job: Job, answer: Answer, stages: StageClock) -> list[Run]:
         """One for each prompt. Their first bears the id that the caller sees, the others are numbered behind it."""
-        traceparent = _traceparent(scope, exchange.request_id)
-        runs = []
+        given = header(scope, b"traceparent")
+        parent = given if TRACEPARENT.fullmatch(given) else ""
+        runs: list[Run] = []
         for number, prompt in enumerate(job.prompts):
+            above = parent if not runs else parent or runs[0].span.traceparent
+            span = self._telemetry.begin(
+                "request", parent=above, trace_id=exchange.request_id, kind="server", route=exchange.route
+            )
             request = GenerateRequest(
                 request_id=RequestId(exchange.request_id if number == 0 else f"{exchange.request_id}-{number}"),
                 model=job.model.name,
@@ -209,7 +217,7 @@ class Generation:
                 gateway_id=self._gateway_id,
                 gateway_incarnation=self._incarnation,
                 deadline_s=self._limits.request_timeout_s,
-                traceparent=traceparent,
+                traceparent=span.traceparent or _new_traceparent(exchange.request_id),
             )
             choices = [
                 Choice(
@@ -219,6 +227,7 @@ class Generation:
             ]
             clock = stages if number == 0 else stages.copy()
             runs.append(Run(request, choices, clock, is_scoring=job.is_echo_only))
+            runs[-1].span = span
             runs[-1].stages.mark("prepare")
         return runs
 
@@ -233,10 +242,9 @@ async def _at_most(seconds: float, *events: asyncio.Event) -> None:
             wait.cancel()
 
 
-def _traceparent(scope: Scope, request_id: str) -> str:
-    """The caller's trace context, or a new one whose trace id is the request id."""
-    given = header(scope, b"traceparent")
-    return given if TRACEPARENT.fullmatch(given) else f"00-{request_id}-{secrets.token_hex(8)}-01"
+def _new_traceparent(request_id: str) -> str:
+    """Of a trace whose id is the request id."""
+    return f"00-{request_id}-{secrets.token_hex(8)}-01"
 
 
 async def _echo(runs: Sequence[Run]) -> None:

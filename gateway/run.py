@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from core import types as t
 from core.ids import Incarnation, WorkerId
+from core.spans import NO_SPAN
 from gateway.prefill_leg import PrefillLeg
 from gateway.stages import StageClock
 from gateway.text import ChoiceText, TextDelta
@@ -109,6 +110,8 @@ class Run:
         self.times: t.StageTimes | None = None
         """As D told them with the end of the last choice."""
         self.outcome = ""
+        self.span = NO_SPAN
+        """The request's, where somebody collects spans. It ends with the run."""
 
     @property
     def is_over(self) -> bool:
@@ -198,6 +201,22 @@ class Run:
         times = self.times or t.StageTimes()
         self.stages.divide("first", (("queue", times.prefill_queue_s), ("prefill", times.prefill_s)))
         self.stages.divide("transfer", _parts_of_transfer(times))
+        self._end_span(outcome)
+
+    def _end_span(self, outcome: str) -> None:
+        """Its stages are those of the record: they sum to its length."""
+        is_answered = any(outcome == reason for reason in t.FinishReason)
+        self.span.end(
+            "ok" if is_answered else outcome,
+            finish_reason=outcome if is_answered else "",
+            model=self.request.model,
+            request_id=self.request.request_id,
+            attempts=self.attempt,
+            prompt_tokens=self.request.num_prompt_tokens,
+            completion_tokens=self.num_completion_tokens,
+            ttft_s=self.ttft_s or 0.0,
+            **{f"stage.{stage}_s": seconds for stage, seconds in self.stages.stages()},
+        )
 
     # -- how it went --------------------------------------------------------------------------------------------------
 

@@ -41,6 +41,7 @@ from core.handoff import (
     Welcome,
 )
 from core.ids import HandoffId, Incarnation, RequestId, WorkerId
+from core.spans import Span
 from core.tasks import TaskScope
 from core.types import FirstToken
 from kvtransfer import digest as digests
@@ -76,6 +77,8 @@ class _Export:
     attempt: int
     lease: LeaseView
     num_tokens: int
+    span: Span
+    """For as long as the blocks are held."""
     early: list[int] = field(default_factory=list)
     """Its first blocks, complete and leased while the rest is computed."""
     num_ready: int = 0
@@ -129,7 +132,14 @@ class Exports:
         self._expected.discard(handoff_id)
 
     def begin(
-        self, handoff_id: HandoffId, *, request_id: RequestId, attempt: int, num_tokens: int, deadline_s: float
+        self,
+        handoff_id: HandoffId,
+        *,
+        request_id: RequestId,
+        attempt: int,
+        num_tokens: int,
+        deadline_s: float,
+        traceparent: str = "",
     ) -> None:
         """Before the first chunk. Raises OutOfBlocks (quota) or LeaseExpired (the hand-off was aborted before)."""
         now = self._context.clock.now()
@@ -137,7 +147,12 @@ class Exports:
             handoff_id, num_blocks=self._context.geometry.blocks_for(num_tokens), deadline_s=deadline_s, now=now
         )
         self._exports[handoff_id] = _Export(
-            handoff_id=handoff_id, request_id=request_id, attempt=attempt, lease=lease, num_tokens=num_tokens
+            handoff_id=handoff_id,
+            request_id=request_id,
+            attempt=attempt,
+            lease=lease,
+            num_tokens=num_tokens,
+            span=self._context.telemetry.begin("kv.hold", parent=traceparent, handoff_id=handoff_id, attempt=attempt),
         )
         early = self._early.pop(handoff_id, None)
         if early is not None:
@@ -326,6 +341,8 @@ class Exports:
         export.num_held = message.num_held_blocks
         if before is not None and before.reader not in (None, reader):
             self._tell_end(before, StaleLease(f"the hand-off was claimed for attempt {message.attempt}"))
+        export.span.link(message.traceparent)
+        export.span.set(reader=connection.peer.worker_id)
         if export.grant is not None:
             self._send_sealed(export, reader)
         elif export.num_ready:
@@ -411,6 +428,7 @@ class Exports:
                     attempt=reader.attempt,
                     grant=grant,
                     first_tokens=export.first_tokens,
+                    traceparent=export.span.traceparent,
                 )
             )
 
@@ -460,6 +478,7 @@ class Exports:
             self._give_back(list(ended.blocks))
         if export is not None:
             self._give_back_early(export)
+            export.span.end(str(outcome), blocks=len(ended.blocks), bytes=ended.num_bytes)
         self.room_freed.set()
         if error is not None and export is not None:
             self._tell_end(ended, error)

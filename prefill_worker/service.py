@@ -22,6 +22,7 @@ from functools import partial
 from core.errors import Cancelled, ContextTooLong, DeadlineExceeded, LeaseExpired, OutOfBlocks, QueueFull, WorkerLost
 from core.handoff import PeerInfo, ToHolder, ToReader
 from core.ids import HandoffId, RequestId
+from core.spans import Span
 from core.tasks import TaskScope
 from core.types import (
     AbortReply,
@@ -57,6 +58,7 @@ class _Attempt:
     num_tokens: int
     firsts: "dict[int, asyncio.Future[SequenceOutput]]"
     """By choice."""
+    span: Span
     has_room: bool = False
     is_held: bool = False
     abort_reason: str = ""
@@ -146,12 +148,20 @@ class PrefillRole:
             task=asyncio.current_task(),
             num_tokens=num_tokens,
             firsts={progress.choice: loop.create_future() for progress in asked.choices},
+            span=context.telemetry.begin(
+                "prefill",
+                parent=asked.traceparent,
+                kind="server",
+                attempt=asked.attempt,
+                tokens=num_tokens,
+            ),
         )
         self._attempts[key] = attempt
         self.exports.expect(request.handoff_id)
         try:
             async with asyncio.timeout(asked.deadline_s):
-                return await self._run(request, attempt)
+                with attempt.span:
+                    return await self._run(request, attempt)
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed during prefill") from None
         except asyncio.CancelledError:
@@ -280,6 +290,7 @@ class PrefillRole:
             attempt=asked.attempt,
             num_tokens=attempt.num_tokens,
             deadline_s=asked.deadline_s,
+            traceparent=attempt.span.traceparent,
         )
 
     async def _room_freed(self) -> None:

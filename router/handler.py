@@ -80,6 +80,7 @@ class RouterHandler:
             incarnation=self.incarnation,
             pid=os.getpid(),
         )
+        self._telemetry = telemetry
         self._metrics = RouterMetrics(telemetry.registry, [(pool.model, pool.role) for pool in self._pools.sizes()])
         self._tasks = TaskScope("router")
         self._time = TaskScope("router-time", on_failure=lambda error: self.on_broken())
@@ -91,8 +92,16 @@ class RouterHandler:
     async def place(self, request: PlaceRequest) -> Placement:
         """See :class:`router.waiting.WaitingRoom`. Raises ModelNotFound, ContextTooLong, QueueFull or NoWorker."""
         since = self._clock.now()
+        span = self._telemetry.begin("placement", parent=request.traceparent, kind="server", attempt=request.attempt)
         try:
-            placement = await self._room.place(request)
+            with span:
+                placement = await self._room.place(request)
+                span.set(
+                    mode=placement.mode,
+                    reason=placement.reason,
+                    prefill=placement.prefill.worker_id if placement.prefill is not None else "",
+                    decode=placement.decode.worker_id,
+                )
         except ServingError as error:
             model = request.model if request.model in self._placer.model_names() else ""
             self._metrics.refusals.labels(model, error.slug).inc()

@@ -272,16 +272,18 @@ class Grant(_message.Message):
     def __init__(self, lease: _Optional[_Union[LeaseRef, _Mapping]] = ..., slot: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., first_block: _Optional[int] = ..., num_tokens: _Optional[int] = ..., digest: _Optional[_Union[DigestKind, str]] = ..., digests: _Optional[bytes] = ...) -> None: ...
 
 class Sealed(_message.Message):
-    __slots__ = ("handoff_id", "grant", "first_tokens", "attempt")
+    __slots__ = ("handoff_id", "grant", "first_tokens", "attempt", "traceparent")
     HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     handoff_id: str
     grant: Grant
     first_tokens: _containers.RepeatedCompositeFieldContainer[_common_pb2.FirstToken]
     attempt: int
-    def __init__(self, handoff_id: _Optional[str] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., first_tokens: _Optional[_Iterable[_Union[_common_pb2.FirstToken, _Mapping]]] = ..., attempt: _Optional[int] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, handoff_id: _Optional[str] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., first_tokens: _Optional[_Iterable[_Union[_common_pb2.FirstToken, _Mapping]]] = ..., attempt: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("handoff_id", "attempt", "slug", "message")

@@ -63,10 +63,12 @@ class LocalCluster:
         *overrides: str,
         engines: Mapping[str, Engine] | None = None,
         make_fallback: Callable[[str], Backend | None] = lambda worker_id: None,
+        telemetries: Mapping[str, Telemetry] | None = None,
     ) -> None:
         self.config: ClusterConfig = load_config(overrides=[*SETTINGS, *overrides], environ={})
         self._make_backend = make_backend
         self._make_fallback = make_fallback
+        self._telemetries = dict(telemetries or {})
         self._engines = dict(engines or {})
         self._stack = AsyncExitStack()
         self.workers: dict[str, Worker] = {}
@@ -85,7 +87,7 @@ class LocalCluster:
         await self._stack.aclose()
 
     async def _start(self) -> None:
-        router = RouterServer(self.config)
+        router = RouterServer(self.config, self._telemetries.get("router"))
         await router.start()
         self._stack.push_async_callback(router.stop)
         address = router.address
@@ -101,7 +103,7 @@ class LocalCluster:
             router=self.router,
             clients=RpcClients(),
             models=[_served_model(model.model_dump_json()) for model in self.config.models],
-            telemetry=Telemetry(component="gateway"),
+            telemetry=self._telemetries.get("gateway") or Telemetry(component="gateway"),
             gateway_id=GatewayId("gateway-0"),
             incarnation=incarnation,
             access=access,
@@ -124,15 +126,18 @@ class LocalCluster:
             backend=self._make_backend(worker_id),
             fallback=self._make_fallback(worker_id),
             make_role=make_role,
+            telemetry=self._telemetries.get(worker_id),
         )
         self.workers[worker_id] = worker
         await worker.start()
         self._stack.push_async_callback(worker.stop)
 
-    async def complete(self, prompt: str | list[int], **fields: Any) -> dict[str, Any]:
+    async def complete(
+        self, prompt: str | list[int], *, headers: Mapping[str, str] | None = None, **fields: Any
+    ) -> dict[str, Any]:
         """A plain completion, greedy unless told otherwise."""
         body = {"model": MODEL, "prompt": prompt, "temperature": 0, "return_token_ids": True, **fields}
-        answer = await self.http.post("/v1/completions", json=body)
+        answer = await self.http.post("/v1/completions", json=body, headers=headers)
         assert answer.status_code == 200, answer.text
         result: dict[str, Any] = answer.json()
         return result
