@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,10 @@ none minimal low medium high xhigh max
 """
 TEMPLATE_WORDS = frozenset(_WORDS.split())
 """What JSON schemas and the choices of a template are made of. Templates look them up and compare them."""
+
+_MARK = re.compile(f"[{MARKS[0]}-{MARKS[-1]}]")
+_ESCAPES = re.compile(r"\\(?:u(fd[de][0-9a-f])|.)")
+"""Escapes of JSON, those of marks apart."""
 
 MAX_EXPANSION_CHARS = 1 << 20
 MAX_RENDER_S = 5.0
@@ -181,8 +186,26 @@ def _cut_after_last(text: str, final: str) -> str:
     return text[: position + len(final)]
 
 
-def _to_json(value: object, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As the reference implementation has it. Marks do not count in the order of keys, and are never escaped: they
+    would not be found again."""
+    value = _sorted(value) if sort_keys else value
+    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators)
+    return _ESCAPES.sub(lambda found: chr(int(found[1], 16)) if found[1] else found[0], text) if ensure_ascii else text
+
+
+def _sorted(value: object) -> object:
+    if isinstance(value, list):
+        return [_sorted(one) for one in value]
+    if isinstance(value, dict):
+        return {key: _sorted(value[key]) for key in sorted(value, key=lambda key: _MARK.sub("", key))}
+    return value
 
 
 def _raise_exception(message: str) -> NoReturn:

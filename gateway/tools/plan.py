@@ -11,6 +11,7 @@ from gateway.tools.bodies import MAX_DEPTH, ToolBody, is_shallow
 from gateway.tools.dialect import Dialect
 from gateway.tools.forced import MAX_FORCED_CALLS, ChosenCalls, behind_reasoning, call_list
 from gateway.tools.output import OutputRules
+from gateway.tools.reasoning import CLOSE, OPEN
 from modelfiles import ChatTool
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class Plan:
         if not self.rules.has_reasoning:
             return self
         end = prompt.rstrip()
-        is_open, is_over = end.endswith("<think>"), end.endswith("</think>")
+        is_open, is_over = end.endswith(OPEN), end.endswith(CLOSE)
         rules = replace(self.rules, has_reasoning=not is_over, is_reasoning_open=is_open)
         return replace(self, rules=rules)
 
