@@ -224,6 +224,16 @@ def check_prompt_logprobs(options: Options) -> None:
         assert [logprob for _, logprob in one.top] == pytest.approx(list(expected[order[:3]]), abs=1e-4)
 
 
+def check_priority(options: Options) -> None:
+    """One runs at a time: whoever is before the others is answered whole before they begin."""
+    config = EngineConfig(num_blocks=40, block_size=4, max_sequences=1, policy="priority")
+    engine = Engine(TINY, config)  # type: ignore[arg-type]
+    others = [make_sequence(PROMPT, max_tokens=2, ignore_eos=True, priority=priority) for priority in (0, -1)]
+    urgent = make_sequence(PROMPT, max_tokens=2, ignore_eos=True, **options)
+    recorded = run(engine, *others, urgent)
+    assert [key for key in recorded.outputs] == [urgent.key, others[1].key, others[0].key]
+
+
 @dataclass(frozen=True)
 class Case:
     options: Options
@@ -269,6 +279,7 @@ CASES: Mapping[str, Case] = {
     "ignore_eos": Case({"ignore_eos": True}, check_eos_ignored),
     "max_tokens": Case({"max_tokens": 7}, check_max_tokens),
     "prompt_logprobs": Case({"prompt_logprobs": 3}, check_prompt_logprobs),
+    "priority": Case({"priority": -2}, check_priority),
 }
 
 
@@ -285,8 +296,9 @@ def test_the_check_of_an_option_fails_when_it_is_dropped(option: str) -> None:
 
 
 def test_no_option_is_forgotten() -> None:
-    not_of_one_choice = {"n"}
-    assert set(CASES) == {field.name for field in fields(SamplingParams)} - not_of_one_choice
+    of_the_request = {"priority"}
+    not_of_one_choice = {"n"}  # tests/unit/gateway/test_several.py and tests/integration/test_choices.py
+    assert set(CASES) - of_the_request == {field.name for field in fields(SamplingParams)} - not_of_one_choice
 
 
 def test_options_of_a_row_do_not_touch_the_others() -> None:
@@ -295,7 +307,7 @@ def test_options_of_a_row_do_not_touch_the_others() -> None:
         sequence_of({"seed": 3, **case.options, "temperature": temperature}, answer=[50, 51, 50, 52])
         for case in CASES.values()
         for temperature in (0.0, 0.9)
-        if "grammar" not in case.options
+        if not {"grammar", "priority"} & set(case.options)
     ]
     generator = np.random.default_rng(8)
     scores = torch.tensor(generator.normal(size=(len(sequences), V)).astype(np.float32))
