@@ -47,7 +47,7 @@ def read_header(path: Path, content: memoryview) -> GGUFHeader:
         return _Walk(path, content).header()
     except (struct.error, IndexError, OverflowError):
         raise ModelFileError(str(path), "is truncated", REMEDY) from None
-    except UnicodeDecodeError:
+    except (UnicodeDecodeError, RecursionError):
         raise ModelFileError(str(path), "has a damaged header", REMEDY) from None
 
 
@@ -140,6 +140,8 @@ class _Walk:
         for extent in shape:
             num_items *= extent
         num_bytes = num_items // block_items * block_bytes
+        if num_items == 0:
+            raise ModelFileError(str(self._path), f"has no values for tensor '{name}'", REMEDY)
         if num_items % block_items or base + offset + num_bytes > len(self._content):
             raise ModelFileError(str(self._path), f"ends before tensor '{name}' does (truncated)", REMEDY)
         return TensorInfo(name=name, kind=quantisation, shape=shape, offset=base + offset, num_bytes=num_bytes)

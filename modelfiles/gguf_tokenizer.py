@@ -60,6 +60,10 @@ def tokenizer_from_gguf(file: GGUFFile) -> tokenizers.Tokenizer:
 def _byte_level(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
     pairs = [tuple(line.split(" ", 1)) for line in file.strings("tokenizer.ggml.merges")]
     merges = [(pair[0], pair[1]) for pair in pairs if len(pair) == 2]
+    known = set(tokens)
+    for left, right in merges:
+        if not {left, right, left + right} <= known:
+            raise ModelFileError(str(file.path), f"merges {left!r} and {right!r}, which are not all tokens", REMEDY)
     pre = file.value("tokenizer.ggml.pre")
     built = tokenizers.Tokenizer(
         models.BPE(

@@ -97,7 +97,8 @@ def _entry(index: int, path: Path, name: str, value: object, base: int, size: in
             tuple(map(int, value["shape"])),
             map(int, value["data_offsets"]),
         )
-    except (AssertionError, KeyError, TypeError, ValueError):
+        assert min(shape, default=0) >= 0
+    except (AssertionError, KeyError, TypeError, ValueError, OverflowError):
         raise ModelFileError(str(path), f"has a damaged entry for '{name}'", REMEDY) from None
     if dtype not in ITEM_BYTES:
         raise ModelFileError(

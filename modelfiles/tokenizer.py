@@ -44,7 +44,7 @@ class Tokenizer:
         self._added: dict[str, int] = {one["content"]: one["id"] for one in parsed["added_tokens"]}
         self._special_ids = frozenset(one["id"] for one in parsed["added_tokens"] if one["special"])
         self._alphabet = _alphabet(parsed["decoder"], path)
-        self._plain = _without_added_tokens(parsed)
+        self._plain = _without_added_tokens(parsed, path)
         self.added = AddedTexts(self._added)
         """Texts of all added tokens (special or not): what user content must never be parsed as."""
         self._strips = {one["content"]: (one["lstrip"], one["rstrip"]) for one in parsed["added_tokens"]}
@@ -188,6 +188,9 @@ def _alphabet(decoder: object, path: str) -> Alphabet:
     raise ModelFileError(path, "has a tokenizer whose decoder is not known here", REMEDY)
 
 
-def _without_added_tokens(parsed: dict[str, object]) -> tokenizers.Tokenizer:
+def _without_added_tokens(parsed: dict[str, object], path: str) -> tokenizers.Tokenizer:
     """The same tokenizer minus its added tokens, which then are ordinary text to it."""
-    return tokenizers.Tokenizer.from_str(json.dumps({**parsed, "added_tokens": []}))
+    try:
+        return tokenizers.Tokenizer.from_str(json.dumps({**parsed, "added_tokens": []}))
+    except Exception as error:  # noqa: BLE001 - the Rust library raises nothing narrower
+        raise ModelFileError(path, f"has an inconsistent tokenizer ({str(error)[:200]})", REMEDY) from None
