@@ -123,10 +123,19 @@ class GGUFFile:
         if name.endswith("norm.weight"):
             return array - np.float32(self._family.gain_offset) if self._family.gain_offset else array
         if self._family.gguf_permutes_rows and ".q_proj." in name:
-            return _unpermute_rows(array, self._num_heads())
+            return self._unpermuted(name, array, self._num_heads())
         if self._family.gguf_permutes_rows and ".k_proj." in name:
-            return _unpermute_rows(array, self._num_kv_heads())
+            return self._unpermuted(name, array, self._num_kv_heads())
         return array
+
+    def _unpermuted(self, name: str, array: Array, num_heads: int) -> Array:
+        """From rotation pairs side by side to the two halves of each head."""
+        if num_heads < 1 or array.shape[0] % (2 * num_heads):
+            raise ModelFileError(
+                str(self.path), f"tensor '{name}' has {array.shape[0]} rows for {num_heads} heads", REMEDY
+            )
+        paired = array.reshape(num_heads, -1, 2, *array.shape[1:])  # [heads, head_dim / 2, 2, ...]
+        return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(array.shape)
 
     def _dequantise(self, tensor: TensorInfo) -> Array:
         raw = np.frombuffer(self._content[tensor.offset : tensor.offset + tensor.num_bytes], dtype=np.uint8)
@@ -254,13 +263,6 @@ class GGUFFile:
     def generation_defaults(self) -> GenerationDefaults:
         """GGUF files carry no generation_config.json."""
         return GenerationDefaults()
-
-
-def _unpermute_rows(array: Array, num_heads: int) -> Array:
-    """[num_heads * head_dim, ...] from rotation pairs side by side to the two halves of each head."""
-    head_dim = array.shape[0] // num_heads
-    paired = array.reshape(num_heads, head_dim // 2, 2, *array.shape[1:])
-    return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(array.shape)
 
 
 def _map(path: Path) -> mmap.mmap:

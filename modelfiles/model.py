@@ -21,7 +21,7 @@ from modelfiles.json_file import JsonFile
 from modelfiles.locate import Location, locate
 from modelfiles.safetensors_file import SafetensorsSource
 from modelfiles.tensors import Array, TensorSource, sampled_digest
-from modelfiles.tokenizer import Tokenizer
+from modelfiles.tokenizer import Tokenizer, parsed_tokenizer
 
 
 class ModelFiles:
@@ -107,12 +107,7 @@ class ModelFiles:
         path = self._folder / "tokenizer.json"
         if not path.exists():
             raise ModelFileError(str(path), "is missing", "use a Hugging Face folder with a fast tokenizer")
-        try:
-            return tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # noqa: BLE001 - the Rust library raises nothing narrower
-            raise ModelFileError(
-                str(path), f"is no readable tokenizer ({str(error)[:200]})", "download the file again"
-            ) from None
+        return parsed_tokenizer(path.read_bytes(), str(path))
 
     def _chat_template_source(self) -> str | None:
         if self._gguf is not None:

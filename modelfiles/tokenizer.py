@@ -190,7 +190,15 @@ def _alphabet(decoder: object, path: str) -> Alphabet:
 
 def _without_added_tokens(parsed: dict[str, object], path: str) -> tokenizers.Tokenizer:
     """The same tokenizer minus its added tokens, which then are ordinary text to it."""
+    return parsed_tokenizer(json.dumps({**parsed, "added_tokens": []}).encode(), path)
+
+
+def parsed_tokenizer(content: bytes, path: str) -> tokenizers.Tokenizer:
+    """Of a tokenizer.json. Raises ModelFileError for what the Rust library refuses, or trips over."""
     try:
-        return tokenizers.Tokenizer.from_str(json.dumps({**parsed, "added_tokens": []}))
-    except Exception as error:  # noqa: BLE001 - the Rust library raises nothing narrower
-        raise ModelFileError(path, f"has an inconsistent tokenizer ({str(error)[:200]})", REMEDY) from None
+        return tokenizers.Tokenizer.from_buffer(content)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # noqa: BLE001 - it raises nothing narrower, and its panics are no Exception
+        reason = str(error)[:200]
+        raise ModelFileError(path, f"is no readable tokenizer ({reason})", "download the file again") from None

@@ -53,6 +53,14 @@ def cut_file(folder: Path) -> Path:
     return cut(write_gguf(folder / "tiny.gguf"), 100)
 
 
+def other_heads(folder: Path) -> Path:
+    path = write_gguf(folder / "tiny.gguf")
+    raw, key = bytearray(path.read_bytes()), b"llama.attention.head_count"
+    struct.pack_into("<I", raw, raw.index(key + struct.pack("<I", 4)) + len(key) + 4, 12)
+    path.write_bytes(raw)
+    return path
+
+
 def cut_shard(folder: Path) -> Path:
     cut(write_folder(folder, num_shards=3) / "model-00002-of-00003.safetensors", 4)
     return folder
@@ -91,6 +99,7 @@ CASES: dict[str, tuple[Callable[[Path], Path], str, str, str]] = {
     "gguf, truncated": (cut_file, "blk.1.ffn_down.weight", "tiny.gguf", "truncated"),
     "gguf, missing": (file_with(changed(**{UP: None})), UP, "tiny.gguf", "missing"),
     "gguf, shape": (file_with(changed(**NARROW)), UP, "tiny.gguf", r"\(64, 24\).*\(64, 32\)"),
+    "gguf, rows of heads": (other_heads, "model.layers.0.self_attn.q_proj.weight", "tiny.gguf", "32 rows for 12 heads"),
     "gguf, vocabulary": (file_with(changed(**FEW_ROWS)), EMBEDDING, "tiny.gguf", "265 ids.*100 rows"),
     "gguf, unknown format": (
         lambda folder: with_kind(write_gguf(folder / "tiny.gguf"), "blk.1.ffn_up.weight", 250),
