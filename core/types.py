@@ -186,8 +186,6 @@ class StageTimes:
     """Until the sequences that have the blocks could run."""
     decode_queue_s: float = 0.0
     """D: from runnable to the first step that ran it."""
-    first_step_s: float = 0.0
-    """D: that step."""
     decode_s: float = 0.0
     transfer_bytes: int = 0
     transfer_early_bytes: int = 0

@@ -139,7 +139,6 @@ class Admission:
             transfer_verify_s=slot_s + between("arrived", "verified"),
             transfer_publish_s=between("verified", AdmissionState.RUNNING),
             decode_queue_s=0.0 if is_local else queue_s,
-            first_step_s=max(0.0, self.marks.get("first_token", ended_at) - first_step),
             decode_s=max(0.0, ended_at - decode_from),
             transfer_bytes=0 if self.fetch is None else self.fetch.num_bytes,
             transfer_early_bytes=0 if self.fetch is None else self.fetch.early_bytes,

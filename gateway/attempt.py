@@ -113,8 +113,9 @@ class Attempt:
         run.num_cached_tokens = reply.num_cached_tokens
         if not self._has_decode_chunk:
             run.stages.mark("first")
-        # D's first chunk may overtake this reply; the wait it ended was still P's work.
-        run.stages.divide("first", (("queue", reply.stages.prefill_queue_s), ("prefill", reply.stages.prefill_s)))
+        # D's first chunk may overtake this reply: the wait that it ended was P's work, then the transfer.
+        parts = (("queue", reply.stages.prefill_queue_s), ("prefill", reply.stages.prefill_s))
+        run.stages.divide("first", parts, rest="transfer" if self._has_decode_chunk else "network")
 
     # -- the answer ---------------------------------------------------------------------------------------------------
 

@@ -199,8 +199,8 @@ class Run:
         self.outcome = outcome
         self.stages.mark("decode" if self.is_over else "lost")
         times = self.times or t.StageTimes()
-        self.stages.divide("first", (("queue", times.prefill_queue_s), ("prefill", times.prefill_s)))
-        self.stages.divide("transfer", _parts_of_transfer(times))
+        self.stages.divide("first", (("queue", times.prefill_queue_s), ("prefill", times.prefill_s)), rest="transfer")
+        self.stages.divide("transfer", _parts_of_transfer(times) if times.transfer_backend else ())
         self._end_span(outcome)
 
     def _end_span(self, outcome: str) -> None:
@@ -243,13 +243,11 @@ class Run:
 
 
 def _parts_of_transfer(times: t.StageTimes) -> tuple[tuple[str, float], ...]:
-    """Of the wait for D's first chunk, what D measured."""
+    """Of the wait for D's first chunk, which tells that the blocks are there, what D measured."""
     return (
         ("transfer_wait", times.transfer_wait_s),
         ("transfer_post", times.transfer_post_s),
         ("transfer_move", times.transfer_move_s),
         ("transfer_verify", times.transfer_verify_s),
         ("transfer_publish", times.transfer_publish_s),
-        ("decode_queue", times.decode_queue_s),
-        ("first_step", times.first_step_s),
     )

@@ -3,7 +3,7 @@
 The clock is cut at gateway events, so the stages partition the request's life and sum to it. What a worker measured
 inside one interval may divide that interval; only the remainder, `network`, is a difference.
 
-    prepare | place | queue + prefill + network | admit | transfer_* + decode_queue + first_step + network | decode
+    prepare | place | queue + prefill + network | admit | transfer_* + network | decode
 
 `transfer_*` are wait, post, move, verify and publish: the hand-off as D saw it, from the grant on. `retry` is the
 unfinished interval of an attempt that failed; `lost` the last one of a request that did.
@@ -47,19 +47,19 @@ class StageClock:
         self._stages[stage] = self._stages.get(stage, 0.0) + until - self._last
         self._last = until
 
-    def divide(self, stage: str, parts: Sequence[tuple[str, float]]) -> None:
-        """Divides a marked stage by what a worker measured in it; the remainder is `network`.
+    def divide(self, stage: str, parts: Sequence[tuple[str, float]], *, rest: str = "network") -> None:
+        """Divides a marked stage by what a worker measured in it; the remainder is `rest`.
 
         Parts that claim more than the stage lasted (clocks of two processes) are cut, first come first served.
         """
         if stage not in self._stages:
             return
-        rest = self._stages.pop(stage)
+        left = self._stages.pop(stage)
         for name, seconds in parts:
-            part = min(max(seconds, 0.0), rest)
-            rest -= part
+            part = min(max(seconds, 0.0), left)
+            left -= part
             self._stages[name] = self._stages.get(name, 0.0) + part
-        self._stages["network"] = self._stages.get("network", 0.0) + rest
+        self._stages[rest] = self._stages.get(rest, 0.0) + left
 
     def stages(self) -> tuple[tuple[str, float], ...]:
         return tuple(self._stages.items())

@@ -155,7 +155,7 @@ class TokenLogprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., rank: _Optional[int] = ..., top: _Optional[_Iterable[_Union[TokenScore, _Mapping]]] = ...) -> None: ...
 
 class StageTimes(_message.Message):
-    __slots__ = ("prefill_queue_s", "prefill_s", "handoff_wait_s", "reservation_s", "transfer_s", "decode_queue_s", "decode_s", "transfer_bytes", "transfer_backend", "num_prompt_tokens_computed", "num_cached_tokens", "transfer_early_bytes", "transfer_wait_s", "transfer_post_s", "transfer_move_s", "transfer_verify_s", "transfer_publish_s", "first_step_s")
+    __slots__ = ("prefill_queue_s", "prefill_s", "handoff_wait_s", "reservation_s", "transfer_s", "decode_queue_s", "decode_s", "transfer_bytes", "transfer_backend", "num_prompt_tokens_computed", "num_cached_tokens", "transfer_early_bytes", "transfer_wait_s", "transfer_post_s", "transfer_move_s", "transfer_verify_s", "transfer_publish_s")
     PREFILL_QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_WAIT_S_FIELD_NUMBER: _ClassVar[int]
@@ -173,7 +173,6 @@ class StageTimes(_message.Message):
     TRANSFER_MOVE_S_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_VERIFY_S_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_PUBLISH_S_FIELD_NUMBER: _ClassVar[int]
-    FIRST_STEP_S_FIELD_NUMBER: _ClassVar[int]
     prefill_queue_s: float
     prefill_s: float
     handoff_wait_s: float
@@ -191,8 +190,7 @@ class StageTimes(_message.Message):
     transfer_move_s: float
     transfer_verify_s: float
     transfer_publish_s: float
-    first_step_s: float
-    def __init__(self, prefill_queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., handoff_wait_s: _Optional[float] = ..., reservation_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., decode_queue_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., transfer_bytes: _Optional[int] = ..., transfer_backend: _Optional[str] = ..., num_prompt_tokens_computed: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., transfer_early_bytes: _Optional[int] = ..., transfer_wait_s: _Optional[float] = ..., transfer_post_s: _Optional[float] = ..., transfer_move_s: _Optional[float] = ..., transfer_verify_s: _Optional[float] = ..., transfer_publish_s: _Optional[float] = ..., first_step_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, prefill_queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., handoff_wait_s: _Optional[float] = ..., reservation_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., decode_queue_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., transfer_bytes: _Optional[int] = ..., transfer_backend: _Optional[str] = ..., num_prompt_tokens_computed: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., transfer_early_bytes: _Optional[int] = ..., transfer_wait_s: _Optional[float] = ..., transfer_post_s: _Optional[float] = ..., transfer_move_s: _Optional[float] = ..., transfer_verify_s: _Optional[float] = ..., transfer_publish_s: _Optional[float] = ...) -> None: ...
 
 class FirstToken(_message.Message):
     __slots__ = ("choice", "index", "token_id", "logprobs", "finish_reason", "stop_token_id")

@@ -432,22 +432,18 @@ async def test_stages_partition_the_time_of_a_request(fault: Fault) -> None:
         assert record.num_completion_tokens == len(TEXT)
 
 
-async def test_the_wait_for_the_kv_is_divided_by_what_d_measured_and_the_rest_is_network() -> None:
+@pytest.mark.parametrize("is_overtaken", [False, True])
+async def test_the_wait_for_the_kv_is_divided_by_what_d_measured_and_the_rest_is_network(is_overtaken: bool) -> None:
+    """Overtaken: D's word that the KV is there came before P's answer, and ended the wait for both."""
     async with rig(Script(steps=STEPS)) as r:
         run, clock = r.run(), ManualClock()
     run.stages = StageClock(clock)
     clock.advance(1.0)
-    run.stages.mark("transfer")
-    run.times = t.StageTimes(transfer_post_s=0.25, transfer_verify_s=0.125, decode_queue_s=0.125, first_step_s=0.25)
+    run.stages.mark("first" if is_overtaken else "transfer")
+    run.times = t.StageTimes(transfer_post_s=0.25, transfer_verify_s=0.125, transfer_backend="nixl")
     run.finish()
     told = {stage: seconds for stage, seconds in run.stages.stages() if seconds}
-    assert told == {
-        "transfer_post": 0.25,
-        "transfer_verify": 0.125,
-        "decode_queue": 0.125,
-        "first_step": 0.25,
-        "network": 0.25,
-    }
+    assert told == {"transfer_post": 0.25, "transfer_verify": 0.125, "network": 0.625}
 
 
 async def test_a_stop_given_as_a_special_tokens_text_is_a_stop_id_and_shows_its_reason() -> None:
