@@ -43,8 +43,8 @@ from core.ids import HandoffId, Incarnation, WorkerId
 from core.tasks import TaskScope
 from core.types import WorkerAddress
 from kvtransfer.backends.base import Link
+from kvtransfer.choice import PairReport
 from kvtransfer.circuit import Circuit, CircuitState
-from kvtransfer.handshake import PairReport
 from kvtransfer.layout import check_peer
 from kvtransfer.transfer_thread import TransferThread
 from rpc.clients import HandoffClient

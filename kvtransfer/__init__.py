@@ -14,6 +14,15 @@ Where things live::
     validate   D side: accept what was read, or say why not
     session    D side: one fetch as a sans-I/O state machine
     peers      at most one usable incarnation of each worker
+    canary     bytes that are known, read before anything of worth is
+    probe      one link measured over a canary
+    choice     which link of a pair is used; pure
+    handshake  from a peer's word to a link in use
+    circuit    a pair that keeps failing is left alone for a while; sans-I/O
+    pairs      what became of each pair: counters, circuits
+    quarantine when blocks in custody that nobody waits for are an alarm; pure
+    work       one fetch as the loop keeps it
+    transfer_loop     sessions and links, one turn at a time
     transfer_thread   the one thread that owns a backend
     backends/  what really moves the bytes: one-sided (nixl, inproc for tests) or sent by the owner (tcp)
 

@@ -16,10 +16,11 @@ from core.handoff import HandoffOutcome, LeaseRef, PeerInfo
 from core.ids import Incarnation, WorkerId
 from core.kv import KVGeometry
 from kvtransfer.backends.base import Backend, Batch, Link, Op, OpState
+from kvtransfer.choice import PairReport
 from kvtransfer.copies import Copy
 from kvtransfer.custody import Custody
 from kvtransfer.fetch import FetchRequest, Transfer
-from kvtransfer.handshake import Handshakes, PairReport
+from kvtransfer.handshake import Handshakes
 from kvtransfer.memory import CELL_BYTES, REGION_KV, REGION_SCRATCH, REGION_SLOTS, Scratch
 from kvtransfer.pairs import Pairs
 from kvtransfer.peers import Peers

@@ -20,9 +20,9 @@ from core.handoff import PeerInfo
 from core.ids import Incarnation, WorkerId
 from core.kv import KVGeometry
 from kvtransfer.backends.base import Backend, Link
+from kvtransfer.choice import PairReport
 from kvtransfer.custody import Custody, CustodyEnd, CustodyStats
 from kvtransfer.fetch import FetchRequest, Transfer, pinned_future
-from kvtransfer.handshake import PairReport
 from kvtransfer.memory import Scratch
 from kvtransfer.pairs import Pairs
 from kvtransfer.probe import NUM_GLANCES

@@ -6,14 +6,22 @@ from dataclasses import replace
 import pytest
 
 from core.clock import ManualClock
-from core.errors import BackendFailed, DigestMismatch, LayoutMismatch, PeerLost, ServingError, TransferStalled
+from core.errors import (
+    BackendFailed,
+    DigestMismatch,
+    LayoutMismatch,
+    PeerLost,
+    ServingError,
+    StaleIncarnation,
+    TransferStalled,
+)
 from core.handoff import LinkInfo, PeerInfo, TransferMode
 from core.ids import new_incarnation
 from kvtransfer.backends.base import Batch, Identity, Link
 from kvtransfer.backends.inproc import Fabric, Fault, InprocBackend
 from kvtransfer.canary import CanaryMemory
+from kvtransfer.choice import PairReport, choose
 from kvtransfer.fetch import pinned_future
-from kvtransfer.handshake import choose
 from kvtransfer.layout import Region
 from kvtransfer.memory import REGION_CANARY
 from kvtransfer.probe import LinkReport
@@ -181,6 +189,61 @@ def test_larger_blocks_make_a_larger_canary_and_it_is_checked_whole() -> None:
     other = world.side("Q")
     other.canary._pattern.data[-1] ^= 1
     assert isinstance(world.connect(other.peer).exception(0), DigestMismatch)
+
+
+def check(world: World) -> PairReport:
+    future: Future[PairReport] = pinned_future()
+    world.loop.check(world.p.peer, future)
+    for _ in range(300):
+        world.loop.turn()
+    return future.result(0)
+
+
+def test_a_check_measures_every_link_again_and_keeps_a_good_one() -> None:
+    world = World()
+    link = world.connect().result(0)
+    found = check(world)
+    assert [each.backend for each in found.links] == ["inproc", "tcp"] and found.chosen is found.links[0]
+    assert world.loop.link(world.p.peer) is link and world.loop.is_idle
+    assert world.loop.stats().num_links == 1 and world.loop.stats().num_retired_links == 0
+
+
+def test_a_check_leaves_a_link_that_has_gone_bad_and_the_same_start_of_the_peer_stays_welcome() -> None:
+    world = World()
+    world.connect()
+
+    def flip(reader: Identity, peer: PeerInfo, batch: Batch) -> Fault | None:
+        return Fault(flip=(7, 1)) if batch.remote_region == REGION_CANARY else None
+
+    world.fabric.on_post = flip
+    found = check(world)
+    assert found.chosen is not None and found.chosen.backend == "tcp" and "canary" in found.reason
+    assert world.connect().result(0).peer.link.backend == "tcp"
+    world.other_fabric.on_post = flip
+    bad = check(world)
+    assert bad.chosen is None and world.loop.link(world.p.peer) is None
+    world.fabric.on_post = world.other_fabric.on_post = None
+    assert world.connect().result(0), "a later handshake may succeed"
+
+
+def test_a_rival_that_hangs_holds_a_good_link_up_for_half_a_second_only() -> None:
+    world = World()
+    world.other_fabric.on_post = lambda *_: Fault(delay_polls=-1)
+    future = world.connect()
+    assert not future.done()
+    world.clock.advance(0.5)
+    world.loop.turn()
+    assert future.result(0).peer.link.backend == "inproc"
+
+
+def test_a_check_of_a_start_that_was_replaced_is_refused() -> None:
+    world = World()
+    world.connect()
+    new = Side(InprocBackend(world.fabric), "P")
+    world.connect(new.peer)
+    future: Future[PairReport] = pinned_future()
+    world.loop.check(world.p.peer, future)
+    assert isinstance(future.exception(0), StaleIncarnation)
 
 
 def report(backend: str, rate: float, error: ServingError | None = None) -> LinkReport:
