@@ -1,72 +1,70 @@
-"""``python -m bench``: measure a cluster on this machine, or with ``--url`` one that runs already."""
+"""Every bench, one after the other: ``python -m bench``. What each measures it says itself; ratios and bars come last.
+
+All run, whatever the others find. Exit status 1 when one missed a bar or failed.
+"""
 
 import argparse
-import asyncio
+import json
+import platform
+import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-import httpx
-
-from bench.load import Workload, report, run_load
-from core.config import ClusterConfig, load_config
-from core.errors import ServingError
-from deploy.cluster import Cluster, resolve_ports
-from deploy.launcher import ComponentState, LaunchError
-from deploy.process import ProcessLauncher
-
-READY_POLL_S = 0.2
+BENCHES = ("cluster", "handoff", "prefix_cache", "cpu_engine", "gateway")
 
 
-async def measure(url: str, model: str, workload: Workload) -> None:
-    await run_load(url, model, Workload(num_requests=2, concurrency=1, prompt_words=8, max_tokens=4, seed=1))  # warm up
-    samples, elapsed_s = await run_load(url, model, workload)
-    print(report(samples, elapsed_s))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    bench: str
+    holds: bool
+    """It exited with 0."""
+    figures: dict[str, object] | None
+    """What it wrote; None when it failed before that."""
+
+    @property
+    def lines(self) -> list[str]:
+        """Its ratios where its figures have them, and what became of it."""
+        ratios = (self.figures or {}).get("ratios")
+        told = [
+            f"  {each['name']:48} {each['best']:6.2f}  bar {'<=' if each['is_at_most'] else '>='} {each['bar']}"
+            f"  {'holds' if each['holds'] else 'MISSED'}"
+            for each in (ratios if isinstance(ratios, list) else ())
+        ]
+        verdict = "holds" if self.holds else "FAILED" if self.figures is None else "MISSED a bar"
+        return [f"bench.{self.bench}: {verdict}", *told]
 
 
-async def measure_own_cluster(config: ClusterConfig, workload: Workload) -> None:
-    """Start plain processes on free ports, measure, stop them."""
-    config = resolve_ports(config)
-    url = f"http://{config.gateway.listen}"
-    async with ProcessLauncher() as launcher:
-        names = set(await Cluster(config, launcher).start())
-        async for event in launcher.events():
-            if event.state is ComponentState.FAILED:
-                raise LaunchError(f"{event.component}: {event.message}")
-            if event.state is ComponentState.READY:
-                names.discard(event.component)
-                if not names:
-                    break
-        async with asyncio.timeout(config.launcher.start_timeout_s), httpx.AsyncClient(trust_env=False) as client:
-            while (await client.get(f"{url}/ready")).is_error:
-                await asyncio.sleep(READY_POLL_S)
-        await measure(url, config.models[0].name, workload)
+def run(command: Sequence[str], bench: str, folder: Path) -> Outcome:
+    """Its output is seen as it comes."""
+    file = folder / f"{bench}.json"
+    code = subprocess.run([*command, "--json", str(file)], check=False).returncode
+    figures = json.loads(file.read_text()) if file.exists() else None
+    return Outcome(bench=bench, holds=code == 0, figures=figures)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="bench", description=__doc__)
-    parser.add_argument("--url", help="a running gateway; without it an own cluster is started and stopped")
-    parser.add_argument("--model", help="with --url: the model's name")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="settings of the own cluster")
-    parser.add_argument("--requests", type=int, default=16)
-    parser.add_argument("--concurrency", type=int, default=4)
-    parser.add_argument("--prompt-words", type=int, default=100)
-    parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds of each")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of all there")
+    parser.add_argument("--only", nargs="+", choices=BENCHES, default=BENCHES, metavar="BENCH", help=", ".join(BENCHES))
     options = parser.parse_args()
-    workload = Workload(
-        num_requests=options.requests,
-        concurrency=options.concurrency,
-        prompt_words=options.prompt_words,
-        max_tokens=options.max_tokens,
-    )
-    try:
-        if options.url:
-            asyncio.run(measure(options.url, options.model or load_config().models[0].name, workload))
-        else:
-            free_ports = ["gateway.listen=127.0.0.1:0", "router.listen=127.0.0.1:0"]
-            asyncio.run(measure_own_cluster(load_config(overrides=[*free_ports, *options.set]), workload))
-    except (ServingError, httpx.HTTPError) as error:
-        print(f"bench: error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    outcomes: list[Outcome] = []
+    with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
+        for bench in options.only:
+            print(f"== bench.{bench}", flush=True)
+            command = [sys.executable, "-m", f"bench.{bench}", *(["--quick"] if options.quick else [])]
+            outcomes.append(run(command, bench, Path(folder)))
+    if options.json is not None:
+        benches = {each.bench: {"holds": each.holds, "figures": each.figures} for each in outcomes}
+        figures = {"machine": platform.platform(), "quick": options.quick, "benches": benches}
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    print("==")
+    for outcome in outcomes:
+        print("\n".join(outcome.lines))
+    return 0 if all(outcome.holds for outcome in outcomes) else 1
 
 
 if __name__ == "__main__":

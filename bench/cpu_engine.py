@@ -13,10 +13,11 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from bench import llama_cpp, prefix_cache
+from bench.bars import Ratio, as_json, show
 from bench.llama_cpp import PeerTimes, PeerUnavailable
 from bench.own_engine import OwnEngine, OwnTimes, read_bandwidth
 from bench.quality import measure_quality
@@ -28,27 +29,6 @@ CONTEXT = 128
 PROMPT = 256
 DEFAULT_CACHE = Path.home() / ".cache" / "baton-bench"
 SHARED_PROMPT = 640
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ratio:
-    """How many times the peer's time ours fits in, or for ``at_most`` bars ours over the peer's."""
-
-    name: str
-    best: float
-    """Of the best rounds."""
-    median: float
-    bar: float
-    is_at_most: bool = False
-
-    @property
-    def holds(self) -> bool:
-        return self.best <= self.bar if self.is_at_most else self.best >= self.bar
-
-    def __str__(self) -> str:
-        sign = "<=" if self.is_at_most else ">="
-        verdict = "holds" if self.holds else "MISSED"
-        return f"{self.name:42} {self.best:5.2f} (medians {self.median:5.2f})  bar {sign} {self.bar}  {verdict}"
 
 
 def measure_own(own: OwnEngine, *, steps: int, rounds: int) -> OwnTimes:
@@ -148,15 +128,7 @@ def main() -> int:
     )
     print(f"ours over the floor: {min(times.decode[1]) / floor:.2f}")
     print(f"quality against float32: {quality}")
-    ratios = [
-        Ratio(
-            name="time to first token, 90 % of blocks shared",
-            best=shared,
-            median=shared,
-            bar=prefix_cache.TARGET,
-            is_at_most=True,
-        )
-    ]
+    ratios = [shared.ratio]
     if peers:
         ratios += compare(times, peers)
     if options.json is not None:
@@ -172,12 +144,10 @@ def main() -> int:
             "int8_floor_s": floor,
             "read_bytes_per_s": bandwidth,
             "quality": asdict(quality),
-            "ratios": [asdict(ratio) | {"holds": ratio.holds} for ratio in ratios],
+            "ratios": as_json(ratios),
         }
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
-    for ratio in ratios:
-        print(ratio)
-    return 0 if all(ratio.holds for ratio in ratios) else 1
+    return show(ratios)
 
 
 def _median(times: Sequence[float]) -> float:
