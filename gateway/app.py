@@ -87,7 +87,8 @@ class Gateway:
         )
         app = _application(self._generation, routes, self._access)
         self.paths = tuple(route.path for route in app.routes if isinstance(route, Route))
-        self.asgi = Edge(Cors(app, config.gateway.cors), self._metrics)
+        # The table itself: the middlewares that FastAPI puts before it do what endpoints do here, or nothing.
+        self.asgi = Edge(Cors(app.router, config.gateway.cors), self._metrics)
 
     def start(self, *, on_broken: Callable[[], None] = lambda: None) -> None:
         """Starts the heartbeat to the router. ``on_broken`` is called if that ends by an error."""

@@ -71,6 +71,8 @@ class Generation:
         self._idle = asyncio.Event()
         self._idle.set()
         self._stopping = asyncio.Event()
+        self._stopped = asyncio.get_running_loop().create_future()
+        """Done with `_stopping`: waiting for it takes no task for each request."""
         self._is_refusing = False
         self.is_draining = False
 
@@ -82,12 +84,17 @@ class Generation:
             await _at_most(wait_s, self._stopping)
         self._is_refusing = True
         await _at_most(timeout_s, self._idle, self._stopping)
-        self._stopping.set()
+        self._stop()
         await self._idle.wait()
+
+    def _stop(self) -> None:
+        self._stopping.set()
+        if not self._stopped.done():
+            self._stopped.set_result(None)
 
     def hurry(self) -> None:
         """Ends running requests by an error, now; a drain under way waits no longer."""
-        self._stopping.set()
+        self._stop()
 
     async def chat_completions(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         def make_job(raw: bytes) -> Job:
@@ -131,7 +138,7 @@ class Generation:
         try:
             work = self._answer(exchange, scope, send, stages, raw, make_job, make_answer)
             await until_disconnect(
-                receive, work, stopping=self._stopping, timeout_s=self._limits.request_timeout_s + SEND_GRACE_S
+                receive, work, stopping=self._stopped, timeout_s=self._limits.request_timeout_s + SEND_GRACE_S
             )
         finally:
             self._end()
@@ -161,7 +168,7 @@ class Generation:
         make_job: Callable[[bytes], Job],
         make_answer: Callable[[Job, str], Answer],
     ) -> None:
-        job = await self._shelf.run(lambda: make_job(raw))
+        job = await self._shelf.run(lambda: make_job(raw), num_bytes=len(raw))
         answer = make_answer(job, exchange.request_id)
         ticket = await self._gate.reserve(exchange, _demand(job))
         runs = answer.runs = self._runs(exchange, scope, job, answer, stages)

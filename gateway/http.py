@@ -129,24 +129,28 @@ def _too_large(max_bytes: int) -> BodyTooLarge:
 
 
 async def until_disconnect(
-    receive: Receive, work: Awaitable[T], *, stopping: asyncio.Event | None = None, timeout_s: float | None = None
+    receive: Receive,
+    work: Awaitable[T],
+    *,
+    stopping: "asyncio.Future[None] | None" = None,
+    timeout_s: float | None = None,
 ) -> T:
     """The result of `work`; or work is cancelled and it raises ClientGone, when the client leaves or takes longer than
-    `timeout_s` to read, or NoWorker when `stopping` is set. Call after the body is read."""
+    `timeout_s` to read, or NoWorker when `stopping` is done. Call after the body is read."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(receive))
-    stop = asyncio.ensure_future((stopping or asyncio.Event()).wait())
+    awaited: set[asyncio.Future[Any]] = {task, gone} if stopping is None else {task, gone, stopping}
     try:
-        await asyncio.wait((task, gone, stop), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(awaited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        if stop.done():
+        if stopping is not None and stopping.done():
             raise NoWorker("this gateway is shutting down; try again", code="draining")
         raise ClientGone
     finally:
-        for one in (task, gone, stop):
-            one.cancel()
-        await asyncio.gather(task, gone, stop, return_exceptions=True)
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -88,7 +88,7 @@ def ask_directly(site: Site, draw: random.Random) -> Ask:
     async def ask(path: str, body: dict[str, Any], headers: dict[str, str], leaves: bool) -> Reply:
         call = site.client.start("POST", path, body, headers=headers)
         if leaves:
-            for _ in range(draw.randrange(120)):  # some turns of the loop later, wherever that finds the request
+            for _ in range(draw.randrange(50)):  # some turns of the loop later, wherever that finds the request
                 await asyncio.sleep(0)
             call.leave()
         return await call.end()
