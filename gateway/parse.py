@@ -77,7 +77,7 @@ def chat_job(body: ChatBody, model: ServedModel, limits: LimitsConfig) -> Job:
     param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     job = _job(body, model, limits, (Prompt(token_ids=prompt),), "messages", asked, param)
     num_logprobs = _num_logprobs((body.top_logprobs or 0) if body.logprobs else None, "top_logprobs", limits)
-    grammar = plan.constrained(job.sampling.grammar, model.dialect, ignores_eos=body.ignore_eos)
+    grammar = plan.constrained(job.sampling.grammar, job.grammar_member, model.dialect, ignores_eos=body.ignore_eos)
     return replace(
         job,
         is_chat=True,

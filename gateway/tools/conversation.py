@@ -9,24 +9,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from itertools import takewhile
-from typing import TYPE_CHECKING
 
 import orjson
 
 from core.errors import InvalidRequest
+from gateway.models import ServedModel
+from gateway.schemas import ChatBody, Message, TokenizeBody
 from gateway.tools.bodies import MAX_DEPTH, CallBody, is_shallow
 from gateway.tools.dialect import Dialect
+from gateway.tools.plan import Plan
 from modelfiles import ChatCall, ChatMessage, ChatTool, RenderedChat, TemplateError
-
-if TYPE_CHECKING:
-    from gateway.models import ServedModel
-    from gateway.schemas import ChatBody, Message, TokenizeBody
-    from gateway.tools.plan import Plan
 
 SHORT_ID_CHARS = 9
 
 
-def render(body: "ChatBody | TokenizeBody", model: "ServedModel", plan: "Plan") -> RenderedChat:
+def render(body: ChatBody | TokenizeBody, model: ServedModel, plan: Plan) -> RenderedChat:
     """The prompt of a conversation. Blocking. Raises InvalidRequest."""
     if model.template is None:
         raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
@@ -49,7 +46,7 @@ def render(body: "ChatBody | TokenizeBody", model: "ServedModel", plan: "Plan") 
         raise InvalidRequest(str(error), param="messages", code="invalid_value") from None
 
 
-def turns_of(messages: Sequence["Message"], dialect: Dialect) -> list[ChatMessage]:
+def turns_of(messages: Sequence[Message], dialect: Dialect) -> list[ChatMessage]:
     """The turns as they were sent, checked. `developer` is `system` to a template. Raises InvalidRequest."""
     names: dict[str, str] = {}
     turns: list[ChatMessage] = []
@@ -58,14 +55,15 @@ def turns_of(messages: Sequence["Message"], dialect: Dialect) -> list[ChatMessag
         calls = tuple(
             _call(call, f"{place}.tool_calls.{number}", dialect) for number, call in enumerate(message.tool_calls or ())
         )
+        is_result = message.role == "tool"
         names |= {call.id: call.function.name for call in message.tool_calls or ()}
         turns.append(
             ChatMessage(
                 role="system" if message.role == "developer" else message.role,
                 content=message.content,
-                name=_answered(message, place, names) if message.role == "tool" else message.name,
+                name=_answered(message, place, names) if is_result else message.name,
                 calls=calls,
-                call_id=None if message.tool_call_id is None else _call_id(message.tool_call_id, dialect),
+                call_id=_call_id(message.tool_call_id, dialect) if is_result and message.tool_call_id else None,
                 reasoning=message.thought if message.role == "assistant" else None,
             )
         )
@@ -90,7 +88,7 @@ def with_tools(
 # -- what was sent ----------------------------------------------------------------------------------------------------
 
 
-def _answered(message: "Message", place: str, names: Mapping[str, str]) -> str:
+def _answered(message: Message, place: str, names: Mapping[str, str]) -> str:
     """The name of the function whose result a turn brings: some templates show it."""
     if message.tool_call_id is None:
         raise InvalidRequest(

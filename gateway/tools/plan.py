@@ -2,20 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from core.config import LimitsConfig
 from core.errors import InvalidRequest
 from core.grammar import MAX_SOURCE_BYTES, GrammarSource
+from gateway.schemas import ChatBody, TokenizeBody
 from gateway.tools.bodies import MAX_DEPTH, ToolBody, is_shallow
 from gateway.tools.dialect import Dialect
 from gateway.tools.forced import MAX_FORCED_CALLS, ChosenCalls, behind_reasoning, call_list
 from gateway.tools.output import OutputRules
 from gateway.tools.reasoning import CLOSE, OPEN
 from modelfiles import ChatTool
-
-if TYPE_CHECKING:
-    from gateway.schemas import ChatBody, TokenizeBody
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +43,10 @@ class Plan:
         rules = replace(self.rules, has_reasoning=not is_over, is_reasoning_open=is_open)
         return replace(self, rules=rules)
 
-    def constrained(self, asked: str, dialect: Dialect, *, ignores_eos: bool) -> str:
-        """The grammar of the whole answer: `asked` (empty: none) and that of the calls, behind the reasoning if there
-        may be any. Raises InvalidRequest."""
-        source, param = self._source(asked)
+    def constrained(self, asked: str, member: str, dialect: Dialect, *, ignores_eos: bool) -> str:
+        """The grammar of the whole answer: `asked` by a member (empty: none) and that of the calls, behind the
+        reasoning if there may be any. Raises InvalidRequest."""
+        source, param = self._source(asked, member)
         if source is None:
             return ""
         if ignores_eos:
@@ -66,7 +63,7 @@ class Plan:
             raise _refuse(param, f"the schemas are too large together: at most {MAX_SOURCE_BYTES} bytes")
         return encoded
 
-    def _source(self, asked: str) -> tuple[GrammarSource | None, str]:
+    def _source(self, asked: str, member: str) -> tuple[GrammarSource | None, str]:
         """The grammar of what follows the reasoning, and the member that asked for it."""
         answer = GrammarSource.decode(asked) if asked else None
         if self.forced is not None:
@@ -74,12 +71,12 @@ class Plan:
                 raise _refuse("tool_choice", "an answer cannot both call a tool and follow a format: leave one out")
             return self.forced, "tools"
         if self.chosen is None:
-            return answer, "response_format"
+            return answer, member
         return self.chosen.in_text() if answer is None else self.chosen.or_answer(answer), "tools"
 
 
 def plan_of(
-    body: "ChatBody | TokenizeBody", dialect: Dialect, template_variables: frozenset[str], limits: LimitsConfig
+    body: ChatBody | TokenizeBody, dialect: Dialect, template_variables: frozenset[str], limits: LimitsConfig
 ) -> Plan:
     """Raises InvalidRequest that names the member, and the tool."""
     tools = _tools(body.tools or (), limits)
@@ -87,7 +84,7 @@ def plan_of(
     mode = ("auto" if tools else "none") if choice is None else choice.type
     if not tools and mode in ("required", "function"):
         raise _refuse("tool_choice", "needs 'tools'")
-    shows_reasoning = getattr(body, "include_reasoning", True)
+    shows_reasoning = not isinstance(body, ChatBody) or body.include_reasoning
     rules = OutputRules(has_reasoning=dialect.has_reasoning, shows_reasoning=shows_reasoning)
     plan = Plan(variables=_variables(body, dialect, template_variables), rules=rules, parallel=body.parallel_tool_calls)
     if not tools or mode == "none":
@@ -113,7 +110,7 @@ def plan_of(
     return replace(plan, chosen=chosen)
 
 
-def _named(body: "ChatBody | TokenizeBody", tools: Sequence[ChatTool]) -> int:
+def _named(body: ChatBody | TokenizeBody, tools: Sequence[ChatTool]) -> int:
     named = body.tool_choice.function if body.tool_choice is not None else None
     if named is None:
         raise InvalidRequest(
@@ -150,7 +147,7 @@ def _tools(given: Sequence[ToolBody], limits: LimitsConfig) -> tuple[ChatTool, .
     return tuple(ChatTool(name=one.name, description=one.description, parameters=one.parameters) for one in functions)
 
 
-def _variables(body: "ChatBody | TokenizeBody", dialect: Dialect, known: frozenset[str]) -> Mapping[str, object]:
+def _variables(body: ChatBody | TokenizeBody, dialect: Dialect, known: frozenset[str]) -> Mapping[str, object]:
     """The caller's own, and what follows from the effort: it is also the switch for models that think or do not."""
     given = body.chat_template_kwargs
     for name in ("messages", "tools", "add_generation_prompt"):

@@ -423,7 +423,7 @@ async def test_a_conversation_with_calls_and_reasoning_is_read_as_a_chat_is(open
         ({"tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools.1.name"),
         ({"tools": [{**TOOLS[0], "parameters": {"type": "string"}}]}, "tools.0.parameters"),
-        ({"text": {"format": {"type": "json_object"}}}, "tools"),
+        ({"text": {"format": {"type": "json_object"}}, "tool_choice": "required"}, "tool_choice"),
         (
             {"input": [{"type": "function_call", "call_id": "c", "name": "w1"}]},
             "input.0.arguments",
