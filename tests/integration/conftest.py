@@ -1,14 +1,24 @@
 """Engines are expensive to load, so the tests of one session share them. A test leaves them idle."""
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Iterator
 
 import pytest
+import uvloop
 
 from core.config import load_config
 from core.types import Role
 from engine.engine import Engine
 from tests.support.local_cluster import SETTINGS
 from worker.process import load_engine
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Tests of the HTTP server run on the product's loop: its transports are not asyncio's."""
+    is_server = item.path.name == "test_http_server.py"
+    return {"uvloop": uvloop.new_event_loop} if is_server else {"asyncio": asyncio.new_event_loop}
 
 
 @pytest.fixture(scope="session")

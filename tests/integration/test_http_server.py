@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
+import uvloop
 
 from core.config import TlsConfig
 from core.errors import ConfigError
@@ -127,6 +128,7 @@ async def test_a_head_is_bounded(address: str, pieces: list[bytes]) -> None:
 
 
 async def test_a_head_of_just_the_size_passes(address: str) -> None:
+    assert isinstance(asyncio.get_running_loop(), uvloop.Loop)
     answer = await talk(
         address, PLAIN.replace(b"host: x", b"host: x\r\nx-long: " + b"a" * 3000 + b"\r\nconnection: close")
     )

@@ -84,19 +84,19 @@ async def both(caller: Caller, path: str, body: dict[str, Any]) -> tuple[dict[st
 
 
 async def test_bug_001_no_piece_of_a_stop_of_several_tokens_is_sent(real: ServedCluster) -> None:
-    whole = (await real.good(TEXT, text(max_tokens=24, logprobs=0)))["choices"][0]
+    whole = (await real.good(TEXT, text(max_tokens=14, logprobs=0)))["choices"][0]
     offsets = [at for at in whole["logprobs"]["text_offset"] if 0 < at < len(whole["text"])]
     middle = len(offsets) // 2
     stop = whole["text"][offsets[middle] + 1 : offsets[middle + 2] + 1]
     assert len(stop) > 1
     before = whole["text"][: whole["text"].index(stop)]
-    plain, streamed = await both(real, TEXT, text(max_tokens=24, stop=[stop]))
+    plain, streamed = await both(real, TEXT, text(max_tokens=14, stop=[stop]))
     assert plain["text"] == before
     assert (plain["finish_reason"], plain["stop_reason"]) == ("stop", stop)
     assert streamed[-1]["stop_reason"] == stop
     # A prefix of a stop at the end of a run is text like any other.
     held = whole["text"][-2:] + "\0"
-    plain, _ = await both(real, TEXT, text(max_tokens=24, stop=[held]))
+    plain, _ = await both(real, TEXT, text(max_tokens=14, stop=[held]))
     assert (plain["text"], plain["finish_reason"]) == (whole["text"], "length")
 
 
@@ -109,13 +109,13 @@ async def test_bug_002_what_is_held_back_is_not_sent_as_nothing(real: ServedClus
 
 
 async def test_bug_004_a_stop_string_waits_for_the_least_number_of_tokens(real: ServedCluster) -> None:
-    whole = (await real.good(TEXT, text(max_tokens=24, logprobs=0)))["choices"][0]
+    whole = (await real.good(TEXT, text(max_tokens=14, logprobs=0)))["choices"][0]
     early = whole["logprobs"]["tokens"][2]
-    found = await real.good(TEXT, text(max_tokens=24, min_tokens=12, stop=[early]))
-    assert found["usage"]["completion_tokens"] >= 12
+    found = await real.good(TEXT, text(max_tokens=14, min_tokens=8, stop=[early]))
+    assert found["usage"]["completion_tokens"] >= 8
     choice = found["choices"][0]
     assert whole["text"].startswith(choice["text"]) and early in choice["text"]
-    await both(real, TEXT, text(max_tokens=24, min_tokens=12, stop=[early]))
+    await both(real, TEXT, text(max_tokens=14, min_tokens=8, stop=[early]))
 
 
 @pytest.mark.parametrize("shows", [False, True])
