@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from core import types as t
 from gateway.models import ServedModel
 from modelfiles import Tokenizer
 from tests.support import tool_templates as templates
+from tests.support.call_texts import any_text
 from tests.support.marked_tokenizer import marked_tokenizer
 from tests.support.scripted import Script
+from tests.support.site import open_site as open_a_site
 from tests.support.site import served_model
 from tests.support.tiny_tokenizer import tiny_tokenizer
 from tests.unit.gateway.conftest import OpenSite
@@ -158,6 +163,32 @@ async def test_bug_046_a_call_that_is_cut_is_not_reported_as_made(
     (call,) = message["tool_calls"]
     assert call["function"]["name"] == "w1"
     assert OSLO.startswith(call["function"]["arguments"])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    text=any_text, size=st.integers(1, 9), form=st.sampled_from(list(FORMS)), stop=st.sampled_from([None, "}", "te"])
+)
+def test_the_joined_stream_is_the_plain_answer_for_any_text(text: str, size: int, form: str, stop: str | None) -> None:
+    template, marks, _ = FORMS[form]
+    tokenizer = marked_tokenizer(*marks, special=True)
+    served = model(template + "{# </think> #}" * (size % 2), tokenizer)  # a source that speaks of reasoning, or not
+
+    async def both() -> tuple[Any, Any]:
+        async with open_a_site(script(text or "x", tokenizer, size=size), model=served) as site:
+            plain = await site.client.post(CHAT, ask(stop=stop))
+            return plain.json(), (await site.client.post(CHAT, ask(stop=stop, stream=True))).events()
+
+    plain, events = asyncio.run(both())
+    choice = plain["choices"][0]
+    message, reason = assembled(events)
+    told = without_ids(choice["message"])
+    assert (without_ids(message) | {"content": message["content"] or ""}, reason) == (
+        told | {"content": told["content"] or ""},
+        choice["finish_reason"],
+    )
+    if reason == "tool_calls":
+        assert all(isinstance(json.loads(call["function"]["arguments"]), dict) for call in message["tool_calls"])
 
 
 async def test_a_call_of_a_function_that_nobody_offered_is_content(open_site: OpenSite) -> None:

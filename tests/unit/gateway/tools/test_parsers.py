@@ -17,6 +17,7 @@ from gateway.tools.reasoning import ReasoningParser
 from gateway.tools.text_reader import TextReader
 from gateway.tools.writer import PieceWriter
 from gateway.tools.xml_parser import XmlParser
+from tests.support.call_texts import any_text
 
 NAMES = ("w", "get_time", "\u6f22")
 ARGUMENTS = {"city": "string", "num": "integer", "is_ok": "boolean", "list": "array", "either": ["string", "null"]}
@@ -107,34 +108,6 @@ def reasoning(parts: Sequence[Piece]) -> str:
 
 # -- any text ---------------------------------------------------------------------------------------------------------
 
-FRAGMENTS = (
-    *("<tool_call>", "</tool_call>", "<tool_", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<think>"),
-    *("</think>", "{", "}", "[", "]", ",", ";", ":", '"', "\\", '"name"', '"arguments"', '"parameters"', '"w"', "w"),
-    *('"get_time"', '"nobody"', '{"name": "w", "arguments": ', '{"name": "w", "parameters": {}}', '"{}"', "null", "{}"),
-    *(
-        "<function=",
-        "<function=w>",
-        "</function>",
-        "<parameter=",
-        "<parameter=num>",
-        "<parameter=city>",
-        "</parameter>",
-    ),
-    *(
-        '{"a": "x\\u00e9\\"}"}',
-        "\\ud800",
-        "1",
-        "-0.5",
-        "true",
-        "fals",
-        " ",
-        "\n",
-        "\u00e9\u6f22\U0001f999",
-        "\x00",
-        "text",
-    ),
-)
-any_text = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=25).map("".join)
 any_cuts = st.lists(st.integers(0, 400), max_size=12)
 
 
