@@ -83,6 +83,11 @@ class Offer:
     def key(self) -> tuple[HandoffId, int]:
         return self.message.handoff_id, self.message.attempt
 
+    @property
+    def is_waiting(self) -> bool:
+        """For the grant."""
+        return not self._is_over
+
     async def next(self) -> Ready | Sealed:
         """What the holder said next. Raises its refusal, or the loss of the holder. Nothing follows Sealed."""
         message = await self._messages.get()
@@ -236,11 +241,15 @@ class Holder:
                 log.warning("unexpected hand-off message", extra={"kind": type(reply).__name__})
 
     async def _renew(self) -> None:
+        """Hold what is granted, and ask again for what is not: a message may have been lost on a stream that lives."""
         while True:
             await asyncio.sleep(self._context.config.transfer.renew_s)
             leases = tuple(offer.lease for offer in self._offers.values() if offer.lease is not None)
             if leases:
                 self._send(Renew(leases=leases))
+            for offer in self._offers.values():
+                if offer.is_waiting:
+                    self._send(offer.message)
 
     def _lose(self, error: ServingError) -> None:
         self._lost = error

@@ -100,6 +100,10 @@ class _Early:
     message: Open | Claim
     until: float
 
+    @property
+    def reader(self) -> Reader:
+        return Reader(incarnation=self.connection.incarnation, attempt=self.message.attempt)
+
 
 class Exports:
     """All hand-offs that this worker holds."""
@@ -307,9 +311,6 @@ class Exports:
         now = self._context.clock.now()
         match message:
             case Open() | Claim():
-                self._context.pairs.count(
-                    connection.peer.worker_id, num_handoffs=1, num_retries=int(message.attempt > 1)
-                )
                 self._claim(connection, message)
             case Renew():
                 for ref in message.leases:
@@ -322,17 +323,21 @@ class Exports:
                 log.warning("unexpected hand-off message", extra={"kind": type(message).__name__})
 
     def _claim(self, connection: _Connection, message: Open | Claim) -> None:
+        """The answer to a claim that comes again, because its answer did not, is what there is to say by now."""
         reader = Reader(incarnation=connection.incarnation, attempt=message.attempt)
         now = self._context.clock.now()
-        before = self._leases.find(message.handoff_id)
+        before, early = self._leases.find(message.handoff_id), self._early.get(message.handoff_id)
+        is_waiting = early is not None and early.reader == reader
+        if not is_waiting and (before is None or before.reader != reader):
+            num_retries = int(message.attempt > 1)
+            self._context.pairs.count(connection.peer.worker_id, num_handoffs=1, num_retries=num_retries)
         try:
             view = self._leases.claim(message.handoff_id, reader, now=now)
         except (LeaseExpired, StaleLease) as error:
             self._refuse(connection, message, error)
             return
         if view is None:
-            early = self._early.get(message.handoff_id)
-            if early is None or early.message.attempt <= message.attempt:
+            if early is None or early.message.attempt < message.attempt:
                 until = now + self._context.config.transfer.lease_s
                 self._early[message.handoff_id] = _Early(connection=connection, message=message, until=until)
             return

@@ -6,6 +6,7 @@ Kinds of damage (each belongs to a defence; with all defences in place none is e
     late write          an operation wrote into a block that was given up, or to somebody else       custody
     old incarnation     KV was read from another start of a worker than the one that was meant       incarnations
     wrongly ended       a reader that is not the holder ended a lease                                claims
+    served lease ended   a lease ended by its time while its holder lived and renewed it
     leased block written a block changed while it was held for a reader                              tail copy
     false alarm         a digest mismatch although nothing was ever changed
     wrong answer        accepted tokens are not the answer
@@ -53,6 +54,8 @@ class Audit:
     """Hand-off -> slug of the error that ended its attempt."""
     quarantined: set[str] = field(default_factory=set)
     """Hand-offs that were over while bytes could still come."""
+    renewals_were_disturbed: bool = False
+    """Somebody was kept from renewing its leases: they may end by their time."""
     data_was_changed: bool = False
     """Somebody injected wrong bytes: a digest mismatch is no false alarm."""
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -125,6 +128,8 @@ class Audit:
             return view
 
         def on_end(lease: Any, *rest: Any) -> Any:
+            if "lease time" in rest and not self.renewals_were_disturbed and self._is_served(worker, lease):
+                self.report("served lease ended", f"{worker.process.name} {lease.handoff_id} of {lease.reader}")
             sealed = self.sealed.pop((me, lease.ref.lease_id), None)
             if sealed is not None and self._bytes(worker, sealed[0]) != sealed[1]:
                 self.report("leased block written", f"{worker.process.name} {lease.handoff_id}")
@@ -138,6 +143,15 @@ class Audit:
 
         exports._claim, exports._handle, exports._lose = on_claim, on_handle, on_lose
         leases.seal, leases._end = on_seal, on_end
+
+    def _is_served(self, worker: VirtualWorker, lease: Any) -> bool:
+        """Its holder lives, knows the grant and has not released it."""
+        reader = None if lease.reader is None else self.worker(lease.reader.incarnation)
+        if reader is None or reader.process.is_killed:
+            return False
+        holder = reader.role._holders._holders.get(worker.incarnation)
+        offer = None if holder is None else holder._offers.get((lease.handoff_id, lease.reader.attempt))
+        return offer is not None and offer.lease is not None
 
     def _watch_fetches(self, worker: VirtualWorker) -> None:
         intake, transfers, custody, me = worker.role._intake, worker.transfers, worker.custody, worker.incarnation
@@ -233,12 +247,14 @@ class Audit:
 
     def check_answers(self) -> None:
         for answer in self.cluster.answers:
-            request, tokens = answer.request, answer.tokens
+            request = answer.request
             expected = answer_to(request.prompt_token_ids, request.sampling.max_tokens)
             is_cancelled = answer.task is not None and answer.task.cancelled()
-            is_whole = tokens == expected or answer.error is not None or is_cancelled or not answer.is_over
-            if not is_whole or tokens != expected[: len(tokens)]:
-                self.report("wrong answer", f"{request.request_id}: {tokens} for {expected}")
+            for choice in answer.run.choices:
+                tokens = choice.accepted
+                is_whole = tokens == expected or answer.error is not None or is_cancelled or not answer.is_over
+                if not is_whole or tokens != expected[: len(tokens)]:
+                    self.report("wrong answer", f"{request.request_id}-{choice.number}: {tokens} for {expected}")
             if not answer.is_over:
                 self.report("stuck", f"{request.request_id} has no end")
 

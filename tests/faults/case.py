@@ -146,6 +146,7 @@ class Case(Hooks):
 
     def hang(self, worker: VirtualWorker, seconds: float, rng: random.Random) -> None:
         self.hanging.append((worker, self.cluster.loop.time() + seconds, rng.random() < 0.5))
+        self.audit.renewals_were_disturbed = True
         self.cluster.stop(worker, seconds)
 
     def stop_orderly(self, worker: VirtualWorker) -> None:
@@ -215,10 +216,13 @@ class Case(Hooks):
             gateway_incarnation=gateway,
             gateway_id=GatewayId(process.name),
             deadline_s=_DEADLINE_S,
-            choices=(t.ChoiceProgress(accepted=tuple(original.tokens)),),
+            choices=tuple(
+                t.ChoiceProgress(choice=each.number, accepted=tuple(original.tokens)) for each in original.run.choices
+            ),
         )
         wire = DecodeWire(self.cluster.network, process, reader.address)
-        tokens: list[int] = list(request.choices[0].accepted)
+        tokens = {each.choice: list(each.accepted) for each in request.choices}
+        unfinished = set(tokens)
         try:
             async with asyncio.timeout(_DEADLINE_S):
                 async for outputs in wire.outputs(request.gateway_id, gateway):
@@ -233,16 +237,18 @@ class Case(Hooks):
                             )
                         )
                     for chunk in outputs.chunks:
-                        tokens += chunk.token_ids[max(0, len(tokens) - chunk.first_index) :]
-                        if chunk.finish_reason is not None:
-                            return
+                        known = tokens[chunk.choice]
+                        known += chunk.token_ids[max(0, len(known) - chunk.first_index) :]
+                        unfinished -= {chunk.choice} if chunk.finish_reason is not None else set()
+                    if not unfinished:
+                        return
                     if outputs.failed:
                         return
         except (ServingError, TimeoutError):
             return
         finally:
             expected = self.answer_of(RequestId(name))
-            if tokens != expected[: len(tokens)]:
+            if any(known != expected[: len(known)] for known in tokens.values()):
                 self.audit.report("wrong answer", f"{handoff_id}: {tokens} for {expected}")
 
     # -- the case -----------------------------------------------------------------------------------------------------
@@ -263,7 +269,7 @@ class Case(Hooks):
         for kind in self.kinds:
             self.faults.append(KINDS[kind](kind, self, random.Random(rng.random())))
         for _ in range(rng.choice((1, 2, 3))):
-            self._ask(deadline_s=rng.choice((_DEADLINE_S,) * 6 + (0.01, 0.1, 1.5)))
+            self._ask(deadline_s=rng.choice((_DEADLINE_S,) * 6 + (0.01, 0.1, 1.5)), n=rng.choice((1, 1, 1, 2, 3)))
             await asyncio.sleep(rng.choice((0.0, 0.001, 0.01)))
         await cluster.until(lambda: all(answer.is_over for answer in cluster.answers), _OVER_S)
         await self._calm_down()
@@ -276,9 +282,9 @@ class Case(Hooks):
             await process.bury()
         return result
 
-    def _ask(self, deadline_s: float = _DEADLINE_S) -> Answer:
+    def _ask(self, deadline_s: float = _DEADLINE_S, n: int = 1) -> Answer:
         rng = self.rng
-        return self.cluster.ask(rng.choice(PROMPTS), max_tokens=rng.randrange(1, 6), deadline_s=deadline_s)
+        return self.cluster.ask(rng.choice(PROMPTS), max_tokens=rng.randrange(1, 6), deadline_s=deadline_s, n=n)
 
     async def _calm_down(self) -> None:
         """No more faults: whatever hangs goes on, whoever died is replaced. Then one more request is answered, and

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from core.handoff import (
     AbortHandoff,
+    Claim,
     Ended,
     LeaseRef,
     Open,
+    Ready,
     Refused,
     Release,
     Renew,
@@ -35,6 +37,8 @@ class Message(Injected):
         self._types = rng.choice(
             (
                 (Open,),
+                (Claim,),
+                (Ready,),
                 (Sealed,),
                 (Release,),
                 (Renew, AbortHandoff, Release),
@@ -48,6 +52,7 @@ class Message(Injected):
         if not isinstance(message, self._types) or not self._is_due():
             return None
         self.handoff = getattr(message, "handoff_id", None)
+        self.case.audit.renewals_were_disturbed |= isinstance(message, Renew) or self._what == "breaks"
         late = self.rng.choice((0.001, 0.01, 0.3, 2.0, 5.0))
         match self._what:
             case "lost":
@@ -117,6 +122,20 @@ class Forged(Injected):
             )
         )
         return replace(release, **change)
+
+    def ready(self, ready: Ready) -> Ready:
+        blocks = list(ready.block_ids)
+        self.rng.shuffle(blocks)
+        change = self.rng.choice(
+            (
+                {"block_ids": tuple(blocks)},
+                {"block_ids": (*blocks[:-1], self.rng.choice((0, 10**6)))},
+                {"first_block": ready.first_block + 1},
+                {"lease": LeaseRef(lease_id=ready.lease.lease_id, epoch=ready.lease.epoch - 1)},
+                {"slot": ready.slot + 1},
+            )
+        )
+        return replace(ready, **change)
 
     def open(self, opened: Open) -> Open:
         return replace(opened, num_held_blocks=self.rng.choice((1, 3, 10**6)))

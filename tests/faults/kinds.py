@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from core import types as t
-from core.handoff import Open, Release, Sealed
+from core.handoff import Open, Ready, Release, Sealed
 from kvtransfer.memory import REGION_CANARY, REGION_SLOTS
 from tests.faults.faults_of_control import Forged, Message
 from tests.faults.faults_of_data import Mangled, Operation, SourceReused
@@ -44,6 +44,7 @@ KINDS: dict[str, Maker] = {
     "digests forged": lambda *a: Forged(*a, Forged.digests, Sealed),
     "blocks forged": lambda *a: Forged(*a, Forged.blocks, Sealed),
     "grant forged": lambda *a: Forged(*a, Forged.grant, Sealed),
+    "ready forged": lambda *a: Forged(*a, Forged.ready, Ready),
     "release forged": lambda *a: Forged(*a, Forged.release, Release),
     "open forged": lambda *a: Forged(*a, Forged.open, Open),
     "prefill dies": lambda *a: ProcessFault(*a, t.Role.PREFILL, "dies"),
@@ -67,5 +68,5 @@ NEEDS_DIGESTS = frozenset(
     kind
     for kind in KINDS
     if kind.endswith(("flipped", "reordered", "forged")) or kind in ("stale block", "bytes lost", "read cut short")
-) - {"slot bits flipped", "grant forged", "release forged", "open forged"}
+) - {"slot bits flipped", "grant forged", "ready forged", "release forged", "open forged"}
 """What only digests can see: without them these are not injected."""

@@ -66,6 +66,11 @@ def no_tail_copy(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockPool, "is_writable", lambda self, block: True)
 
 
+def no_renewals(patch: pytest.MonkeyPatch) -> None:
+    """Who still reads a lease cannot keep it."""
+    patch.setattr(LeaseTable, "renew", lambda self, ref, incarnation, *, now: Verdict.APPLIED)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Defence:
     take_out: Patch
@@ -102,6 +107,9 @@ DEFENCES = {
         faults=("prefill twice", "prefill returns"),
     ),
     "claims": Defence(take_out=no_claims, damage="wrongly ended", faults=("second claim", "operation slow")),
+    "renewals": Defence(
+        take_out=no_renewals, damage="served lease ended", faults=("operation slow", "operation hangs")
+    ),
     "tail copy": Defence(
         take_out=no_tail_copy,
         damage="leased block written",

@@ -275,17 +275,18 @@ class VirtualCluster:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def ask(self, prompt: tuple[int, ...], *, max_tokens: int, deadline_s: float = 30.0) -> Answer:
+    def ask(self, prompt: tuple[int, ...], *, max_tokens: int, deadline_s: float = 30.0, n: int = 1) -> Answer:
         request = t.GenerateRequest(
             request_id=RequestId(f"r{len(self.answers)}"),
             model="m",
             prompt_token_ids=prompt,
-            sampling=t.SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
+            sampling=t.SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, n=n),
             gateway_id=GatewayId("g"),
             gateway_incarnation=Incarnation(self._num_gateways),
             deadline_s=deadline_s,
         )
-        run = Run(request, [Choice(0, PlainText())], StageClock(self.loop))  # type: ignore[arg-type]
+        choices = [Choice(number, PlainText()) for number in range(n)]  # type: ignore[arg-type]
+        run = Run(request, choices, StageClock(self.loop))
         answer = Answer(request=request, run=run)
         self.answers.append(answer)
         answer.task = self.gateway.spawn(self._drive(answer), name=request.request_id)

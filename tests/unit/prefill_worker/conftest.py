@@ -65,6 +65,12 @@ class Rig:
             )
         )
 
+    async def settle(self) -> None:
+        """What was told the holder is done."""
+        while not self.to_holder.empty():
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
     async def next_reply(self) -> ToReader:
         async with asyncio.timeout(10):
             return await anext(self.replies)
