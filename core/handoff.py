@@ -228,9 +228,9 @@ class Refused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renew:
+    """What has no lease yet is opened again instead."""
+
     leases: tuple[LeaseRef, ...]
-    handoffs: tuple[HandoffId, ...] = ()
-    """Opened hand-offs that have no lease yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,8 @@ canary was read again. The router hears of it and places elsewhere.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -59,7 +59,7 @@ _MAX_PROBES = 10
 class HandoffStream(Protocol):
     """The control stream to one incarnation of a prefill worker (``rpc.clients.HandoffClient``)."""
 
-    def connect(self, messages: AsyncIterator[ToHolder]) -> AsyncIterator[ToReader]: ...
+    def connect(self, messages: AsyncIterator[ToHolder]) -> AsyncGenerator[ToReader, None]: ...
     async def close(self) -> None: ...
 
 
@@ -139,14 +139,14 @@ class Holder:
         renewals = asyncio.create_task(self._renew(), name="handoff-renew")
         error: ServingError = PeerLost(f"{self.address.worker_id} closed the hand-off stream")
         try:
-            replies = client.connect(self._messages())
-            async with asyncio.timeout(self._context.config.transfer.handshake_s):
-                welcome = await anext(replies, None)
-                if not isinstance(welcome, Welcome):
-                    raise PeerLost(f"{self.address.worker_id} did not answer the handshake")
-                await self._shake(welcome)
-            async for reply in replies:
-                self._handle(reply)
+            async with aclosing(client.connect(self._messages())) as replies:
+                async with asyncio.timeout(self._context.config.transfer.handshake_s):
+                    welcome = await anext(replies, None)
+                    if not isinstance(welcome, Welcome):
+                        raise PeerLost(f"{self.address.worker_id} did not answer the handshake")
+                    await self._shake(welcome)
+                async for reply in replies:
+                    self._handle(reply)
         except ServingError as failure:
             error = _as_transfer_error(failure, self.address)
         except TimeoutError:

@@ -93,6 +93,8 @@ class _Client:
         finally:
             if call is not None:
                 call.cancel()
+            if outgoing is not None:
+                outgoing.end()
 
     def _closed(self) -> WorkerLost:
         return WorkerLost(f"the connection to {self._worker_id or 'peer'} was closed here", worker_id=self._worker_id)
@@ -119,9 +121,16 @@ class _Outgoing:
     def __init__(self, messages: AsyncIterator[Any], encode: Callable[[Any], Any]) -> None:
         self._messages = messages
         self._encode = encode
+        self._reader: asyncio.Task[Any] | None = None
         self.error: BaseException | None = None
 
+    def end(self) -> None:
+        """The call is over. Of one that broke, grpc leaves the task that reads us waiting for our next message."""
+        if self._reader is not None:
+            self._reader.cancel()
+
     async def stream(self) -> AsyncIterator[Any]:
+        self._reader = asyncio.current_task()
         try:
             async for message in self._messages:
                 yield self._encode(message)
@@ -149,8 +158,9 @@ class RouterClient(_Client):
     ) -> AsyncIterator[t.WorkerCommand]:
         """The membership stream: send registration and loads, receive commands. Ends with a typed error."""
         outgoing = _Outgoing(messages, WORKER_MESSAGE.encode)
-        async for command in self._stream(self._stub.Join, outgoing.stream(), outgoing):
-            yield from_pb(t.WorkerCommand, command)
+        async with aclosing(self._stream(self._stub.Join, outgoing.stream(), outgoing)) as commands:
+            async for command in commands:
+                yield from_pb(t.WorkerCommand, command)
 
     async def report_gateway(self, report: t.GatewayReport) -> t.ClusterView:
         call = self._call(self._stub.ReportGateway, to_pb(report), timeout_s=CONTROL_TIMEOUT_S)
@@ -170,8 +180,9 @@ class RouterClient(_Client):
         return tuple(from_pb(t.PoolSize, pool) for pool in reply.pools)
 
     async def watch_pools(self) -> AsyncGenerator[tuple[t.PoolSize, ...], None]:
-        async for message in self._stream(self._stub.WatchPools, router_pb2.Empty()):
-            yield tuple(from_pb(t.PoolSize, pool) for pool in message.pools)
+        async with aclosing(self._stream(self._stub.WatchPools, router_pb2.Empty())) as messages:
+            async for message in messages:
+                yield tuple(from_pb(t.PoolSize, pool) for pool in message.pools)
 
     async def find_records(self, request_id: str = "", limit: int = 100) -> tuple[t.RequestRecord, ...]:
         request = router_pb2.RecordQuery(request_id=request_id, limit=limit)
@@ -233,8 +244,9 @@ class DecodeClient(_Client):
             gateway_incarnation=gateway_incarnation,
             worker_incarnation=self._worker.incarnation,
         )
-        async for message in self._stream(self._stub.Outputs, request):
-            yield from_pb(t.StepOutputs, message)
+        async with aclosing(self._stream(self._stub.Outputs, request)) as messages:
+            async for message in messages:
+                yield from_pb(t.StepOutputs, message)
         raise StaleIncarnation(f"{self._worker.worker_id} ended the outputs stream", worker_id=self._worker.worker_id)
 
 
@@ -245,9 +257,10 @@ class HandoffClient(_Client):
         super().__init__(worker.address, worker_id=worker.worker_id)
         self._stub: Any = handoff_pb2_grpc.HandoffStub(self._channel)
 
-    async def connect(self, messages: AsyncIterator[ToHolder]) -> AsyncIterator[ToReader]:
+    async def connect(self, messages: AsyncIterator[ToHolder]) -> AsyncGenerator[ToReader, None]:
         outgoing = _Outgoing(messages, TO_HOLDER.encode)
-        async for reply in self._stream(self._stub.Connect, outgoing.stream(), outgoing):
-            decoded = TO_READER.decode(reply)
-            if decoded is not None:
-                yield decoded
+        async with aclosing(self._stream(self._stub.Connect, outgoing.stream(), outgoing)) as replies:
+            async for reply in replies:
+                decoded = TO_READER.decode(reply)
+                if decoded is not None:
+                    yield decoded

@@ -298,12 +298,10 @@ class Refused(_message.Message):
     def __init__(self, handoff_id: _Optional[str] = ..., attempt: _Optional[int] = ..., slug: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Renew(_message.Message):
-    __slots__ = ("leases", "handoffs")
+    __slots__ = ("leases",)
     LEASES_FIELD_NUMBER: _ClassVar[int]
-    HANDOFFS_FIELD_NUMBER: _ClassVar[int]
     leases: _containers.RepeatedCompositeFieldContainer[LeaseRef]
-    handoffs: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, leases: _Optional[_Iterable[_Union[LeaseRef, _Mapping]]] = ..., handoffs: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, leases: _Optional[_Iterable[_Union[LeaseRef, _Mapping]]] = ...) -> None: ...
 
 class Release(_message.Message):
     __slots__ = ("handoff_id", "lease", "attempt", "outcome", "num_bytes")

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 
 import pytest
 
@@ -17,6 +17,7 @@ from core.errors import WorkerLost
 from core.ids import GatewayId, Incarnation, RequestId, WorkerId
 from router.service import RouterServer
 from rpc.clients import DecodeClient, RouterClient
+from tests.unit.router.builders import make_registration
 
 ABORT = t.AbortRequest(request_id=RequestId("r"), attempt=1, reason="x")
 
@@ -114,3 +115,29 @@ async def test_the_stream_of_a_hung_peer_ends_long_before_the_deadline_of_a_requ
     finally:
         process.kill()
         await process.wait()
+
+
+async def test_a_stream_that_breaks_leaves_nobody_waiting_for_what_it_would_have_sent() -> None:
+    """The task of grpc that reads our messages would be: it complained when it was collected."""
+    before = asyncio.all_tasks()
+    closed = asyncio.Event()
+
+    async def messages() -> AsyncIterator[t.WorkerRegistration | t.WorkerLoad]:
+        try:
+            yield make_registration()
+            await asyncio.Event().wait()
+        finally:
+            closed.set()
+
+    async with AsyncExitStack() as stack:
+        address = await stack.enter_async_context(serving_router())
+        async with RouterClient(address) as client, aclosing(client.join(messages())) as commands:
+            assert (await anext(commands)).kind is t.CommandKind.JOINED
+            await stack.aclose()
+            with pytest.raises(WorkerLost):
+                async for _ in commands:
+                    pass
+            async with asyncio.timeout(5):
+                await closed.wait()
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() <= before
