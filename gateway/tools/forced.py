@@ -74,11 +74,13 @@ class _Form:
     begin: str
     end: str
     separator: str
+    has_marks: bool
+    """It needs the marks of the format; where those are special tokens no grammar can ask for them."""
 
 
 _FORMS: Mapping[ToolFormat, _Form] = {
-    ToolFormat.HERMES: _Form("<tool_call>", '<tool_call>\n{"name": "%s", "arguments": ', "}\n</tool_call>", "\n"),
-    ToolFormat.LLAMA3: _Form('{"name": ', '{"name": "%s", "parameters": ', "}", "; "),
+    ToolFormat.HERMES: _Form("<tool_call>", '<tool_call>\n{"name": "%s", "arguments": ', "}\n</tool_call>", "\n", True),
+    ToolFormat.LLAMA3: _Form('{"name": ', '{"name": "%s", "parameters": ', "}", "; ", False),
 }
 
 
@@ -119,7 +121,7 @@ class ChosenCalls:
 
     def _form(self, refusal: str, param: str) -> _Form:
         form = _FORMS.get(self.dialect.format)
-        if form is None or self.dialect.special_call_marks:
+        if form is None or (form.has_marks and self.dialect.special_call_marks):
             raise InvalidRequest(refusal, param=param, code="unsupported_parameter")
         return form
 

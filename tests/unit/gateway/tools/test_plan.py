@@ -185,7 +185,10 @@ def test_strict_tools_bind_calls_that_the_model_chooses_to_make() -> None:
     assert schemas == [{**CITY, "additionalProperties": False}, {"type": "object", "additionalProperties": True}]
     with pytest.raises(InvalidRequest, match="tool 'w': 'strict'"):
         grammar(templates.MISTRAL, ("[TOOL_CALLS]",), tools=[tool("w", strict=True)])
-    # Special marks of reasoning are in nobody's way.
+    # Llama's calls need no mark, and the marks of reasoning are in nobody's way.
+    unmarked = grammar(templates.LLAMA3, ("<|python_tag|>",), tools=[tool("w", strict=True)])
+    assert unmarked is not None
+    assert json.loads(unmarked.source)["format"]["triggers"] == ['{"name": ']
     offered = [tool("w", strict=True), tool("v")]
     assert grammar(templates.REASONING, ("<think>", "</think>"), tools=offered) == source
 
