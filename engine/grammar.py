@@ -10,19 +10,17 @@ compiled at once; the others, one after the other, are first tried in a process 
 nobody but its like waits for it.
 """
 
-import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from core.errors import InternalError, QueueFull, ServingError
-from core.grammar import GrammarSource
+from core.errors import InternalError, InvalidRequest, QueueFull, ServingError
+from core.grammar import GRAMMAR_PARAM, GrammarSource
 from engine.grammar_compiler import Compiler, is_cheap
 from engine.grammar_trial import Trial
 from modelfiles.tokenizer import Tokenizer
@@ -30,14 +28,13 @@ from modelfiles.tokenizer import Tokenizer
 if TYPE_CHECKING:
     import xgrammar
 
-log = logging.getLogger(__name__)
-
-COMPILE_LIMIT_S = 5.0
+COMPILE_LIMIT_S = 4.0
 """Of processor time, for one source."""
-WAIT_LIMIT_S = 60.0
-"""Of those who wait for a compilation, their turn included."""
+WAIT_LIMIT_S = 9.0
+"""Of those who wait for a compilation, their turn included: less than a call between processes may take."""
 CACHE_BYTES = 64 << 20
 CACHE_ENTRIES = 256
+"""Of grammars, and of sources that were tried and refused."""
 MAX_WAITING = 64
 
 
@@ -98,6 +95,7 @@ class Grammars:
         self._cache_bytes = cache_bytes
         self._lock = threading.Lock()
         self._cache: OrderedDict[str, CompiledGrammar] = OrderedDict()
+        self._refused: OrderedDict[str, str] = OrderedDict()
         self._compiling: dict[str, Future[CompiledGrammar]] = {}
         self._compiler = Compiler(self._vocabulary, eos_token_ids=eos_token_ids)
         self._trial = Trial(self._compiler, limit_s=limit_s, max_bytes=cache_bytes)
@@ -122,6 +120,8 @@ class Grammars:
                 done: Future[CompiledGrammar] = Future()
                 done.set_result(found)
                 return done
+            if source in self._refused:
+                raise InvalidRequest(self._refused[source], param=GRAMMAR_PARAM, code="invalid_grammar")
             pending = self._compiling.get(source)
             if pending is None:
                 if len(self._compiling) >= MAX_WAITING:
@@ -131,14 +131,8 @@ class Grammars:
             return pending
 
     def compile(self, source: str) -> CompiledGrammar:
-        """Blocking, up to ``wait_limit_s``. Raises InvalidRequest or QueueFull."""
-        found = self.find(source)
-        if found is not None:
-            return found
-        try:
-            return self.submit(source).result(self.wait_limit_s)
-        except FutureTimeout:
-            raise self.too_slow() from None
+        """Blocking. Raises InvalidRequest or QueueFull."""
+        return self.find(source) or self.submit(source).result()
 
     def too_slow(self) -> ServingError:
         """What to raise when ``wait_limit_s`` passes. It is not the source's fault: that would have been told."""
@@ -153,7 +147,7 @@ class Grammars:
     def _compile(self, source: str, is_tried: bool) -> CompiledGrammar:
         try:
             if is_tried:
-                self._trial.check(source)
+                self._try(source)
             compiled = CompiledGrammar(self._compiler.compile(GrammarSource.decode(source)))
             with self._lock:
                 self._cache[source] = compiled
@@ -162,6 +156,16 @@ class Grammars:
         finally:
             with self._lock:
                 self._compiling.pop(source, None)
+
+    def _try(self, source: str) -> None:
+        try:
+            self._trial.check(source)
+        except InvalidRequest as refusal:  # whoever asks again need not wait for it again
+            with self._lock:
+                self._refused[source] = refusal.message
+                if len(self._refused) > CACHE_ENTRIES:
+                    self._refused.popitem(last=False)
+            raise
 
     def _trim(self) -> None:
         total = sum(one.num_bytes for one in self._cache.values())

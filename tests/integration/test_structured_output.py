@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import jsonschema
 import pytest
 import pytest_asyncio
@@ -117,6 +118,35 @@ async def test_what_only_the_compiler_sees_is_a_400_before_the_status_line(
     error = reply.json()["error"]
     assert error["type"] == "invalid_request_error"
     assert error["message"]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("model", [SPLIT, LOCAL])
+async def test_a_grammar_without_end_is_a_400_and_other_requests_go_on_meanwhile(
+    cluster: ProcessCluster, model: str
+) -> None:
+    bomb = "|".join(f"[^a]{{1,{index + 5}}}x{index}" for index in range(300))
+    body = {"model": model, "messages": ASK, "guided_regex": bomb, "max_tokens": 5}
+
+    async def ask() -> httpx.Response:
+        while True:
+            reply = await cluster.http.post("/v1/chat/completions", json=body)
+            if reply.status_code not in (429, 503):  # a busy machine is still trying it
+                return reply
+
+    asked = asyncio.ensure_future(ask())
+    num_answered = 0
+    while not asked.done():
+        choice = f"answer {num_answered}"  # a grammar of its own: none is remembered
+        answer = await chat(cluster, model=model, guided_choice=[choice], max_tokens=12)
+        assert text_of(answer) == choice
+        num_answered += 1
+    reply = await asked
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["param"] == "guided_regex"
+    assert "make it smaller" in reply.json()["error"]["message"]
+    assert num_answered > 1
+    print(f"{model}: {num_answered} others were answered meanwhile")
 
 
 async def test_prompt_scores_are_the_same_in_both_modes_and_computed_afresh(cluster: ProcessCluster) -> None:

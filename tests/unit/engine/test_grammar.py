@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,14 @@ import pytest
 
 from core.errors import InternalError, InvalidRequest, QueueFull
 from core.grammar import GrammarKind, GrammarSource
+from core.types import SamplingParams
 from engine.engine import Engine, EngineConfig
 from engine.grammar import Grammars, GrammarState
 from engine.grammar_compiler import tightened
 from engine.sequence import Sequence
 from tests.support.engine_runs import assert_same_bits, make_sequence, run
 from tests.support.random_llama import RandomLlama
+from worker.context import WorkerContext
 
 EOS = 2
 V = 101
@@ -183,13 +186,14 @@ def test_nobody_waits_for_a_source_that_is_tried(grammars: Grammars, monkeypatch
         release.set()
 
 
-def test_who_waits_too_long_may_try_again(tiny_files: RandomLlama, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_waits_too_long_may_try_again(tiny_files: RandomLlama, monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
     slow = Grammars(tiny_files.tokenizer(), vocab_size=V, eos_token_ids=(EOS,), wait_limit_s=0.05)  # type: ignore[arg-type]
     monkeypatch.setattr(slow._compiler, "compile", lambda source: release.wait(60))
+    worker: Any = SimpleNamespace(engine=SimpleNamespace(grammars=slow))
     try:
         with pytest.raises(QueueFull):
-            slow.compile(regex("A"))
+            await WorkerContext.compile_grammar(worker, SamplingParams(grammar=regex("A")))
     finally:
         release.set()
         slow.close()

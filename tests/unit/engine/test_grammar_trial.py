@@ -71,6 +71,10 @@ def test_a_bomb_is_refused_in_time_and_the_next_source_is_tried_in_a_new_process
     with pytest.raises(InvalidRequest, match="make it smaller") as refusal:
         grammars.compile(BOMB.encode())
     assert refusal.value.param == "structured_outputs"
+    assert grammars._trial._process is None
+    with pytest.raises(InvalidRequest, match="make it smaller"):
+        grammars.submit(BOMB.encode())
+    assert grammars._trial._process is None, "it is remembered"
     assert not is_cheap(HEAVY, 101)
     assert grammars.compile(HEAVY.encode()).num_bytes > 0
     with pytest.raises(InvalidRequest, match="cannot be compiled: Regex parsing error"):
