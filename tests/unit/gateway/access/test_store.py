@@ -26,7 +26,7 @@ async def test_tables_of_another_version_are_refused(tmp_path: Path) -> None:
 
 
 async def test_a_locked_database_is_a_bounded_wait(tmp_path: Path) -> None:
-    config = AccessConfig(database=str(tmp_path / "keys.db"), database_timeout_s=0.2)
+    config = AccessConfig(database=str(tmp_path / "keys.db"), database_timeout_s=2)
     store, reader = await AccessStore.open(config), await AccessStore.open(config)
     blocker = sqlite3.connect(tmp_path / "keys.db", isolation_level=None)
     blocker.execute("BEGIN IMMEDIATE")
