@@ -285,6 +285,8 @@ class PlaceRequest:
     held: HeldHandoff | None = None
     """Where a decode worker alone would do."""
     traceparent: str = ""
+    ended: "tuple[PlacementEnd, ...]" = ()
+    """What ended at this gateway since it last told the router: taken before the choice is made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

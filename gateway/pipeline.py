@@ -20,6 +20,7 @@ from core.errors import Blame, Cancelled, InternalError, NoWorker, Recovery, Ser
 from core.ids import WorkerId
 from core.tasks import all_or_none
 from gateway.attempt import Attempt
+from gateway.ends import Ends
 from gateway.legs import Peers, open_legs
 from gateway.ports import RouterPort
 from gateway.run import Branch, Run
@@ -47,6 +48,7 @@ class Pipeline:
         self._peers = peers
         self._limits = limits
         self._on_end = on_end
+        self._ends = Ends(router, peers)
 
     async def generate(self, run: Run) -> None:
         """Returns when every choice has its finish reason; their sinks are told of tokens as they come. Raises one
@@ -111,7 +113,7 @@ class Pipeline:
                 outcome=outcome,
                 blamed_worker=None if blamed is None else WorkerId(blamed),
             )
-            self._peers.spawn(self._end_placement(end), name="end-placement")
+            self._ends.add(end)
 
     async def _place(self, run: Run, branch: Branch, number: int) -> t.Placement:
         """A placement from the router, which may be restarting: its absence is borne for a while."""
@@ -119,7 +121,7 @@ class Pipeline:
         backoff_s = FIRST_BACKOFF_S
         while True:
             try:
-                placement = await self._router.place(run.place_request(branch, number))
+                placement = await self._ends.told_with(run.place_request(branch, number))
             except WorkerLost:
                 if run.remaining_s() <= 0 or run.stages.elapsed_s() > patience_ends_s:
                     raise NoWorker("the router is not reachable; try again in a moment") from None
@@ -175,12 +177,6 @@ class Pipeline:
             for worker in (prefill, decode):
                 if worker is not None and worker.worker_id == error.worker_id:
                     branch.excluded_workers.append((worker.worker_id, worker.incarnation))
-
-    async def _end_placement(self, end: t.PlacementEnd) -> None:
-        try:
-            await self._router.end_placement(end)
-        except ServingError as error:
-            log.debug("end of placement not reported", extra={"slug": error.slug})  # its estimates expire there
 
 
 def _is_held(branch: Branch, placement: t.Placement, error: ServingError, recovery: Recovery) -> bool:

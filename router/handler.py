@@ -91,6 +91,8 @@ class RouterHandler:
 
     async def place(self, request: PlaceRequest) -> Placement:
         """See :class:`router.waiting.WaitingRoom`. Raises ModelNotFound, ContextTooLong, QueueFull or NoWorker."""
+        for end in request.ended:
+            await self.end_placement(end)
         since = self._clock.now()
         span = self._telemetry.begin("placement", parent=request.traceparent, kind="server", attempt=request.attempt)
         try:

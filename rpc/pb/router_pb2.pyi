@@ -67,7 +67,7 @@ class HeldHandoff(_message.Message):
     def __init__(self, handoff_id: _Optional[str] = ..., holder: _Optional[_Union[_common_pb2.WorkerAddress, _Mapping]] = ...) -> None: ...
 
 class PlaceRequest(_message.Message):
-    __slots__ = ("request_id", "model", "attempt", "num_prompt_tokens", "max_new_tokens", "block_hashes", "gateway_id", "gateway_incarnation", "deadline_s", "age_s", "priority", "tenant", "excluded_workers", "excluded_pairs", "traceparent", "held")
+    __slots__ = ("request_id", "model", "attempt", "num_prompt_tokens", "max_new_tokens", "block_hashes", "gateway_id", "gateway_incarnation", "deadline_s", "age_s", "priority", "tenant", "excluded_workers", "excluded_pairs", "traceparent", "held", "ended")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +84,7 @@ class PlaceRequest(_message.Message):
     EXCLUDED_PAIRS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     attempt: int
@@ -100,7 +101,8 @@ class PlaceRequest(_message.Message):
     excluded_pairs: _containers.RepeatedCompositeFieldContainer[WorkerPair]
     traceparent: str
     held: HeldHandoff
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., attempt: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., gateway_id: _Optional[str] = ..., gateway_incarnation: _Optional[int] = ..., deadline_s: _Optional[float] = ..., age_s: _Optional[float] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., excluded_workers: _Optional[_Iterable[_Union[WorkerRef, _Mapping]]] = ..., excluded_pairs: _Optional[_Iterable[_Union[WorkerPair, _Mapping]]] = ..., traceparent: _Optional[str] = ..., held: _Optional[_Union[HeldHandoff, _Mapping]] = ...) -> None: ...
+    ended: _containers.RepeatedCompositeFieldContainer[PlacementEnd]
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., attempt: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., gateway_id: _Optional[str] = ..., gateway_incarnation: _Optional[int] = ..., deadline_s: _Optional[float] = ..., age_s: _Optional[float] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., excluded_workers: _Optional[_Iterable[_Union[WorkerRef, _Mapping]]] = ..., excluded_pairs: _Optional[_Iterable[_Union[WorkerPair, _Mapping]]] = ..., traceparent: _Optional[str] = ..., held: _Optional[_Union[HeldHandoff, _Mapping]] = ..., ended: _Optional[_Iterable[_Union[PlacementEnd, _Mapping]]] = ...) -> None: ...
 
 class Prediction(_message.Message):
     __slots__ = ("prefill_wait_s", "prefill_s", "transfer_s", "ttft_s")

@@ -116,6 +116,7 @@ class ScriptedCluster:
 
     async def place(self, request: t.PlaceRequest) -> t.Placement:
         self.places.append(request)
+        self.ends += request.ended
         await self.pass_gate("place")
         fault = self.fault(request.attempt)
         if fault.on_place is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import gateway.ends
 import gateway.token_streams
 from core import types as t
 from core.clock import ManualClock, MonotonicClock
@@ -601,3 +602,35 @@ async def test_what_breaks_in_one_attempt_is_its_own_end_and_nobody_elses(monkey
         with pytest.raises(ZeroDivisionError):
             await answers[0]
         assert (bad.outcome, good.attempt) == ("internal_error", 1)
+
+
+async def test_ends_are_told_with_the_next_placing_or_soon_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway.ends, "FLUSH_S", 0.5)
+    async with rig() as r:
+        first, second = r.run(), r.run()
+        await r.text(first)
+        await r.text(second)
+        told = [end.request_id for place in r.cluster.places for end in place.ended]
+        assert told == [first.request.request_id]
+        await r.peers.drain(10.0)
+        assert [end.request_id for end in r.cluster.ends] == [first.request.request_id, second.request.request_id]
+
+
+async def test_ends_that_did_not_reach_the_router_are_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway.ends, "FLUSH_S", 0.5)
+    async with rig() as r:
+        first = r.run()
+        await r.text(first)
+        place, calls = r.cluster.place, 0
+
+        async def away_once(request: t.PlaceRequest) -> t.Placement:
+            nonlocal calls
+            calls += 1
+            if calls == 1:
+                assert request.ended
+                raise WorkerLost("router is not reachable", worker_id="router")
+            return await place(request)
+
+        r.cluster.place = away_once  # type: ignore[method-assign]
+        await r.text(r.run())
+        assert first.request.request_id in {end.request_id for end in r.cluster.ends}

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
@@ -123,6 +124,16 @@ async def test_a_request_is_placed_on_a_pair_and_forgotten_at_its_end(cell: Cell
     await cell.handler.end_placement(end)
     assert (await cell.handler.status()).num_placements == 0
     assert cell.metric("placements_total", model=MODEL, mode="split", reason="only_path") == 1
+    assert cell.metric("placements_ended_total", outcome="ok") == 1
+
+
+async def test_an_end_may_come_with_the_next_request_and_counts_before_its_choice(cell: Cell) -> None:
+    for name, role in (("p0", Role.PREFILL), ("d0", Role.DECODE), ("d1", Role.DECODE)):
+        await cell.join(name, role)
+    first = await cell.handler.place(make_request())
+    end = PlacementEnd(placement_id=first.placement_id, request_id=RequestId("r0"), attempt=1, outcome="ok")
+    await cell.handler.place(replace(make_request(), ended=(end, end)))
+    assert (await cell.handler.status()).num_placements == 1
     assert cell.metric("placements_ended_total", outcome="ok") == 1
 
 
