@@ -103,7 +103,7 @@ class Pipeline:
             outcome = "ok"
             return True
         except ServingError as error:
-            outcome, blamed = error.slug, error.worker_id
+            outcome, blamed = error.slug, None if error.blame is Blame.NONE else error.worker_id
             raise
         finally:
             end = t.PlacementEnd(

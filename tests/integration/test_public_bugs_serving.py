@@ -406,11 +406,12 @@ def schema_format(schema: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("schema", BAD_SCHEMAS, ids=str)
 async def test_bug_049_what_only_the_compiler_sees_is_refused_at_once(
-    cluster: ServedCluster, schema: Any, stream: bool
+    cluster: ServedCluster, schema: Any, stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     error = await cluster.refused(CHAT, chat(response_format=schema_format(schema), stream=stream))
     assert error["param"].split(".")[0] == "response_format"
     await cluster.works()
+    assert all(line.message != "worker blamed" for line in caplog.records), "a caller's mistake is no worker's"
 
 
 async def test_bug_049_a_schema_that_speaks_of_itself_works(cluster: ServedCluster) -> None:
