@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 TESTS = Path(__file__).parent
 
@@ -20,7 +20,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 # Wall time on shared cores says nothing about the code, so examples have no deadline; and one commit draws the same
 # examples everywhere.
-settings.register_profile("suite", deadline=None, derandomize=True)
+settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
 
 
