@@ -154,6 +154,10 @@ class Engine:
         self._row_multiple = self.model.row_multiple if config.invariant else 1
         self._sequences: dict[SequenceKey, Sequence] = {}
 
+    def close(self) -> None:
+        """End what the engine runs beside its steps. No step may follow."""
+        self.grammars.close()
+
     # -- facts --------------------------------------------------------------------------------------------------------
 
     @property

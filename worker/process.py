@@ -222,7 +222,7 @@ class Worker:
         return self.exit_code
 
     async def stop(self) -> None:
-        """End everything at once."""
+        """End everything at once. The engine stays: it is whoever made it that closes it."""
         self.state = WorkerState.DRAINING
         self.context.is_draining = True
         await self.role.stop()
@@ -233,7 +233,6 @@ class Worker:
         await self._probes.stop()
         await asyncio.to_thread(self._memory.transfers.stop, 2.0)
         await asyncio.to_thread(self.steps.stop)
-        self.context.engine.grammars.close()
 
     async def _watch_steps(self) -> None:
         """A device that hangs answers no call; nothing but a new process helps, and nobody should wait until then."""
@@ -409,20 +408,23 @@ async def run_worker(
     """Load, serve, and return after an orderly end. Raises ConfigError, or WorkerLost when a thread died."""
     telemetry = setup_telemetry(worker_id, config.telemetry)
     engine = await asyncio.to_thread(load_engine, config, model, role)
-    worker = Worker(
-        config,
-        model=model.name,
-        role=role,
-        worker_id=WorkerId(worker_id),
-        engine=engine,
-        backend=create_backend(config.transfer.backend, host=config.worker.host),
-        fallback=_fallback(config, engine),
-        make_role=make_role,
-        telemetry=telemetry,
-    )
-    await worker.start()
-    announce({"grpc": worker.address, "http": worker.http_address})
-    exit_code = await worker.run_until_stopped()
-    await worker.stop()
+    try:
+        worker = Worker(
+            config,
+            model=model.name,
+            role=role,
+            worker_id=WorkerId(worker_id),
+            engine=engine,
+            backend=create_backend(config.transfer.backend, host=config.worker.host),
+            fallback=_fallback(config, engine),
+            make_role=make_role,
+            telemetry=telemetry,
+        )
+        await worker.start()
+        announce({"grpc": worker.address, "http": worker.http_address})
+        exit_code = await worker.run_until_stopped()
+        await worker.stop()
+    finally:
+        engine.close()
     if exit_code:
         raise WorkerLost(f"{worker_id} broke and must be restarted")

@@ -22,9 +22,12 @@ def pytest_asyncio_loop_factories(
 
 
 @pytest.fixture(scope="session")
-def loaded_engines() -> dict[str, Engine]:
+def loaded_engines() -> Iterator[dict[str, Engine]]:
     config = load_config(overrides=SETTINGS, environ={})
-    return {f"{role}-0": load_engine(config, config.models[0], role) for role in (Role.PREFILL, Role.DECODE)}
+    engines = {f"{role}-0": load_engine(config, config.models[0], role) for role in (Role.PREFILL, Role.DECODE)}
+    yield engines
+    for engine in engines.values():
+        engine.close()
 
 
 @pytest.fixture

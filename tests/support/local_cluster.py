@@ -116,7 +116,10 @@ class LocalCluster:
         self._stack.push_async_callback(self.http.aclose)
 
     async def _start_worker(self, role: Role, worker_id: str) -> None:
-        engine = self._engines.get(worker_id) or load_engine(self.config, self.config.models[0], role)
+        engine = self._engines.get(worker_id)
+        if engine is None:
+            engine = load_engine(self.config, self.config.models[0], role)
+            self._stack.callback(engine.close)
         worker = Worker(
             self.config,
             model=MODEL,
