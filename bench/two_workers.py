@@ -145,7 +145,7 @@ async def _start_worker(
     from kvtransfer.digest import Digester
     from prefill_worker.service import PrefillRole
     from worker.context import WorkerContext, WorkerRole
-    from worker.process import TransferMemory, Worker, load_engine
+    from worker.process import SWITCH_S, TransferMemory, Worker, load_engine
 
     class NotingDigester(Digester):
         def digest(self, blocks: Sequence[int]) -> bytes:
@@ -173,6 +173,7 @@ async def _start_worker(
             return NotingPrefill(context, memory.leases, memory.me)
         return NotingDecode(context, memory.transfers, memory.me)
 
+    sys.setswitchinterval(SWITCH_S)  # as :func:`worker.process.run_worker`
     model = config.models[0]
     worker = Worker(
         config,

@@ -30,7 +30,7 @@ from kvtransfer.transfer_thread import TransferThread
 from kvtransfer.validate import check_read
 from worker.context import WorkerContext
 
-PART_BYTES = 4 << 20
+PART_BYTES = 8 << 20
 """What is digested together: while it is in the processor's cache, and the next part is on its way."""
 
 

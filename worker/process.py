@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -65,6 +66,9 @@ _DEAD_STEP_S = 300.0
 """... and ends when it takes this long."""
 _WATCH_S = 1.0
 _STOP_GRACE_S = 1.0
+SWITCH_S = 5e-4
+"""A thread that wants Python's lock waits so long for one that computes. The default, 5 ms, is what a whole hand-over
+takes: the event loop, the transfers and the digests take turns in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -406,6 +410,7 @@ async def run_worker(
     make_role: MakeRole,
 ) -> None:
     """Load, serve, and return after an orderly end. Raises ConfigError, or WorkerLost when a thread died."""
+    sys.setswitchinterval(SWITCH_S)
     telemetry = setup_telemetry(worker_id, config.telemetry)
     engine = await asyncio.to_thread(load_engine, config, model, role)
     try:
