@@ -1,8 +1,9 @@
 """How long a long prompt's hand-over takes: from the end of its last chunk at P to the start of D's first decode step.
 
-A whole cluster on an idle machine: this process is router, gateway and D, a child is P. All times are those of the
-machine's monotonic clock, which both share. Beside each hand-over as many blocks are copied with numpy, so that a noisy
+A whole cluster on an idle machine: this process is router and gateway, P and D are children. All times are those of the
+machine's monotonic clock. Beside each hand-over as many blocks are copied with numpy, so that a noisy
 neighbour meets both.
+
 Over a throttled link the reads of earlier chunks hide behind the later chunks. What stays exposed is held against the
 ideal: a chunk can move once it was computed, and the link moves one after the other.
 """
@@ -16,7 +17,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from bench.two_workers import CHUNK_TOKENS, Cluster, Move, Notes, Setup, Span
+from bench.two_workers import CHUNK_TOKENS, Cluster, Notes, Setup, Span
 
 NUM_TOKENS = 2000
 HIDDEN = 0.6
@@ -48,9 +49,10 @@ async def hand_over(cluster: Cluster, seed: int) -> HandOver:
     return _hand_over(*await cluster.complete(prompt))
 
 
-def _hand_over(prefill: Notes, decode: Notes, moves: Sequence[Move]) -> HandOver:
+def _hand_over(prefill: Notes, decode: Notes) -> HandOver:
     chunk_ends = tuple(ended for _, ended in prefill.steps)
     sealed_at, runs_at = chunk_ends[-1], decode.steps[0][0]
+    moves = decode.moves
     moving = [(move.posted_at, move.done_at) for move in moves]
     late_bytes = sum(move.num_bytes for move in moves if move.posted_at >= sealed_at)
     full = [ended - began for began, ended in prefill.steps[:-1]] or [chunk_ends[-1] - prefill.steps[0][0]]
@@ -133,7 +135,7 @@ async def measure(setup: Setup, rounds: int, throttled_rounds: int) -> Report:
         best = min(runs, key=lambda run: run.exposed_s / _bar_s(run))
         chunk_bytes = best.num_bytes * CHUNK_TOKENS / NUM_TOKENS
         rate = chunk_bytes / (HIDDEN * min(run.chunk_s for run in runs))
-        cluster.backend.bytes_per_s = rate
+        cluster.bytes_per_s = rate
         slow = [await hand_over(cluster, 1000 + number) for number in range(throttled_rounds)]
     closest = min(slow, key=lambda run: run.exposed_s / ideal_exposed_s(run, rate))
     return Report(

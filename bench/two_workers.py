@@ -1,6 +1,6 @@
-"""A cluster of two workers for measuring: this process is router, gateway and D, a child is P.
+"""A cluster of two workers for measuring: this process is router and gateway, P and D are children.
 
-Both note the times of their steps and digests, D also what moves, on the machine's monotonic clock, which they share.
+Workers note the times of their steps and digests and what moves, on the machine's monotonic clock, which they share.
 """
 
 import argparse
@@ -130,6 +130,7 @@ class Notes:
 
     steps: list[Span] = field(default_factory=list)
     digests: list[Span] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
 
 
 # -- the workers ------------------------------------------------------------------------------------------------------
@@ -189,30 +190,69 @@ async def _start_worker(
     return worker.context.format.kv_dtype
 
 
-async def hold(overrides: Sequence[str]) -> None:
-    """The child: P. Answers each line on standard input with what it did since the last; ends with the input."""
+async def hold(role: Role, overrides: Sequence[str]) -> None:
+    """A child: one worker. Each line on standard input sets its link's rate, and is answered with what the worker did
+    since the last; ends with the input."""
     config = load_config(overrides=overrides, environ={})
-    notes = Notes()
+    notes, backend = Notes(), Watched(create_backend(config.transfer.backend))
     async with AsyncExitStack() as stack:
-        backend = create_backend(config.transfer.backend)
-        await _start_worker(config, Role.PREFILL, backend, notes, stack)
-        print("ready", flush=True)
-        while await asyncio.to_thread(sys.stdin.readline):
-            print(json.dumps({"steps": notes.steps, "digests": notes.digests}), flush=True)
-            notes.steps, notes.digests = [], []
+        kv_dtype = await _start_worker(config, role, backend, notes, stack)
+        print(kv_dtype, flush=True)
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            backend.bytes_per_s = float(line)
+            moves = [(move.posted_at, move.done_at, move.num_bytes) for move in backend.moves]
+            print(json.dumps({"steps": notes.steps, "digests": notes.digests, "moves": moves}), flush=True)
+            notes.steps, notes.digests, backend.moves = [], [], []
+
+
+class Child:
+    """A worker in a process of its own."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(cls, role: Role, overrides: Sequence[str], stack: AsyncExitStack) -> "Child":
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "bench.two_workers", "--role", role, "--hold", *overrides,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 24,
+        )  # fmt: skip
+        stack.push_async_callback(process.wait)
+        assert process.stdin is not None
+        stack.callback(process.stdin.close)
+        return cls(process)
+
+    async def line(self) -> str:
+        """The next that it says. Raises SystemExit when it has ended."""
+        assert self._process.stdout is not None
+        async with asyncio.timeout(START_S):
+            line = (await self._process.stdout.readline()).decode().strip()
+        if not line:
+            raise SystemExit("a worker did not start, or has ended")
+        return line
+
+    async def ask(self, bytes_per_s: float) -> Notes:
+        """What it did since it was last asked. Its link has that rate from now on; 0 is its own."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{bytes_per_s}\n".encode())
+        answer = json.loads(await self.line())
+        return Notes(
+            steps=[(begin, end) for begin, end in answer["steps"]],
+            digests=[(begin, end) for begin, end in answer["digests"]],
+            moves=[Move(posted_at=posted, done_at=done, num_bytes=size) for posted, done, size in answer["moves"]],
+        )
 
 
 class Cluster:
-    """Router, gateway and D in this process, P in a child."""
+    """Router and gateway in this process, P and D in children."""
 
-    _http: httpx.AsyncClient
-
-    def __init__(self, child: asyncio.subprocess.Process, backend: Watched, model: str) -> None:
-        self.notes = Notes()
-        self.backend = backend
-        self.kv_dtype = ""
-        self._child = child
+    def __init__(self, prefill: Child, decode: Child, kv_dtype: str, model: str, http: httpx.AsyncClient) -> None:
+        self.kv_dtype = kv_dtype
+        self.bytes_per_s = 0.0
+        """Of D's link; 0: as fast as it is."""
+        self._prefill, self._decode = prefill, decode
         self._model = model
+        self._http = http
 
     @classmethod
     @asynccontextmanager
@@ -223,18 +263,8 @@ class Cluster:
             stack.push_async_callback(router.stop)
             overrides = setup.overrides(router.address)
             config = load_config(overrides=overrides, environ={})
-            child = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "bench.two_workers", "--hold", *overrides,
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 24,
-            )  # fmt: skip
-            self = cls(child, Watched(create_backend(setup.backend)), config.models[0].name)
-            stack.push_async_callback(self._end_child)
-            self.kv_dtype = await _start_worker(config, Role.DECODE, self.backend, self.notes, stack)
-            assert child.stdout is not None
-            async with asyncio.timeout(START_S):
-                line = await child.stdout.readline()
-            if line.strip() != b"ready":
-                raise SystemExit("the prefill worker did not start")
+            children = [await Child.start(role, overrides, stack) for role in (Role.PREFILL, Role.DECODE)]
+            kv_dtype, _ = [await child.line() for child in children]
             gateway = Gateway(
                 config,
                 router=RouterClient(router.address),
@@ -246,46 +276,34 @@ class Cluster:
             )
             gateway.start()
             stack.push_async_callback(gateway.close)
-            self._http = httpx.AsyncClient(
+            http = httpx.AsyncClient(
                 transport=httpx.ASGITransport(gateway.asgi), base_url="http://gateway", timeout=LIMIT_S
             )
-            stack.push_async_callback(self._http.aclose)
-            await self._ready()
-            yield self
+            stack.push_async_callback(http.aclose)
+            async with asyncio.timeout(START_S):
+                while (await http.get("/ready")).is_error:
+                    await asyncio.sleep(0.05)
+            prefill, decode = children
+            yield cls(prefill, decode, kv_dtype, config.models[0].name, http)
 
-    async def _ready(self) -> None:
-        async with asyncio.timeout(START_S):
-            while (await self._http.get("/ready")).is_error:
-                await asyncio.sleep(0.05)
-
-    async def _end_child(self) -> None:
-        assert self._child.stdin is not None
-        self._child.stdin.close()
-        await self._child.wait()
-
-    async def _ask_child(self) -> Notes:
-        assert self._child.stdin is not None and self._child.stdout is not None
-        self._child.stdin.write(b"\n")
-        answer = json.loads(await self._child.stdout.readline())
-        return Notes(steps=[tuple(span) for span in answer["steps"]], digests=[tuple(s) for s in answer["digests"]])
-
-    async def complete(self, prompt: list[int]) -> tuple[Notes, Notes, list[Move]]:
-        """Two tokens to a prompt: what P noted meanwhile, what D noted, and what moved."""
-        await self._ask_child()
-        self.notes.steps, self.notes.digests, self.backend.moves = [], [], []
+    async def complete(self, prompt: list[int]) -> tuple[Notes, Notes]:
+        """Two tokens to a prompt: what P noted meanwhile, and D."""
+        for child in (self._prefill, self._decode):
+            await child.ask(self.bytes_per_s)
         body = {"model": self._model, "prompt": prompt, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
         answer = await self._http.post("/v1/completions", json=body)
         answer.raise_for_status()
         await asyncio.sleep(0.1)  # what both note after the last token
-        return await self._ask_child(), self.notes, self.backend.moves
+        return await self._prefill.ask(self.bytes_per_s), await self._decode.ask(self.bytes_per_s)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.two_workers", description=__doc__)
-    parser.add_argument("--hold", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--role", type=Role, required=True)
+    parser.add_argument("--hold", nargs="+", required=True)
     options = parser.parse_args()
     set_worker_environment(1)
-    asyncio.run(hold(options.hold))
+    asyncio.run(hold(options.role, options.hold))
 
 
 if __name__ == "__main__":

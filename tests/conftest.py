@@ -28,8 +28,8 @@ IN_VIRTUAL_TIME = ("test_inject.py", "test_defences.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Modules that start clusters of processes say so; in these folders all do but those named."""
+    """Modules that start clusters of processes say so; in ``faults`` all do but those named."""
     for item in items:
         folder = item.path.relative_to(TESTS).parts[0]
-        if folder in ("contract", "faults") and item.path.name not in IN_VIRTUAL_TIME:
+        if folder == "faults" and item.path.name not in IN_VIRTUAL_TIME:
             item.add_marker("processes")

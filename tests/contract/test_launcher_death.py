@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(params=["process", "ray"])

@@ -29,7 +29,7 @@ from deploy.ray_launcher import RayLauncher
 
 COMPONENT = str(Path(__file__).parents[1] / "support" / "component.py")
 RESTART = RestartPolicy(initial_s=0.01, max_s=0.02)
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.processes, pytest.mark.asyncio(loop_scope="module")]
 
 
 def spec(name: str, behaviour: str = "steady", **changes: object) -> ComponentSpec:
