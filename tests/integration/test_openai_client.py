@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 
 from tests.support.cluster import MODEL, ProcessCluster
 
-pytestmark = [pytest.mark.processes, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 
 

@@ -24,7 +24,7 @@ TWO_MODELS = (
     f"models.1={{name: {LOCAL}, pools: {{unified: {{max_step_tokens: 384, max_sequences: 7}}}}, "
     "kv: {num_blocks: 400}}",
 )
-pytestmark = [pytest.mark.processes, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
