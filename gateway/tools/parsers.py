@@ -34,6 +34,12 @@ class CallParser(TextReader):
         self._state = self._after_call if self._reader.status is Status.DONE else self._text
         return True
 
+    def _before_call(self) -> bool:
+        self._skip_spaces()
+        if not self._has_more:
+            return False
+        return self._begin_call() if self._buffer[self._at] == "{" else self._back_to_text()
+
     def _after_call(self) -> bool:
         raise NotImplementedError
 
@@ -43,10 +49,8 @@ class CallParser(TextReader):
         return True
 
 
-class HermesParser(CallParser):
-    """Several objects in one pair of marks are several calls."""
-
-    marks = ("<tool_call>", "</tool_call>")
+class MarkedParser(CallParser):
+    """A mark stands before a call."""
 
     def _text(self) -> bool:
         if not self._find(self.marks[0], self._writer.content):
@@ -54,11 +58,11 @@ class HermesParser(CallParser):
         self._state = self._before_call
         return True
 
-    def _before_call(self) -> bool:
-        self._skip_spaces()
-        if not self._has_more:
-            return False
-        return self._begin_call() if self._buffer[self._at] == "{" else self._back_to_text()
+
+class HermesParser(MarkedParser):
+    """Several objects in one pair of marks are several calls."""
+
+    marks = ("<tool_call>", "</tool_call>")
 
     def _after_call(self) -> bool:
         self._skip_spaces()
@@ -78,7 +82,7 @@ class HermesParser(CallParser):
         return self._back_to_text()
 
 
-class LlamaParser(CallParser):
+class LlamaParser(MarkedParser):
     """Without a mark only the very start of a text may be a call: JSON further on is what the user asked for."""
 
     marks = ("<|python_tag|>",)
@@ -95,18 +99,6 @@ class LlamaParser(CallParser):
             return self._begin_call(only_known=True)
         self._state = self._text
         return True
-
-    def _text(self) -> bool:
-        if not self._find(self.marks[0], self._writer.content):
-            return False
-        self._state = self._before_call
-        return True
-
-    def _before_call(self) -> bool:
-        self._skip_spaces()
-        if not self._has_more:
-            return False
-        return self._begin_call() if self._buffer[self._at] == "{" else self._back_to_text()
 
     def _after_call(self) -> bool:
         self._skip_spaces()
@@ -135,14 +127,8 @@ class ListParser(CallParser):
 
     def _begin_list(self) -> bool:
         self._take(1)
-        self._state = self._before_item
+        self._state = self._before_call
         return True
-
-    def _before_item(self) -> bool:
-        self._skip_spaces()
-        if not self._has_more:
-            return False
-        return self._begin_call() if self._buffer[self._at] == "{" else self._back_to_text()
 
     def _after_call(self) -> bool:
         self._skip_spaces()
@@ -151,7 +137,7 @@ class ListParser(CallParser):
         character = self._buffer[self._at]
         if character == ",":
             self._take(1)
-            self._state = self._before_item
+            self._state = self._before_call
             return True
         if character == "]":
             self._take(1)
