@@ -171,16 +171,17 @@ class Generation:
         job = await self._shelf.run(lambda: make_job(raw), num_bytes=len(raw))
         answer = make_answer(job, exchange.request_id)
         ticket = await self._gate.reserve(exchange, _demand(job))
-        runs = answer.runs = self._runs(exchange, scope, job, answer, stages)
-        if header(scope, b"x-baton-timing") == "1":
-            answer.timing = _timing
-        work = (
-            _echo(runs)
-            if job.is_echo_only and not job.scores_echo
-            else all_or_none([self._pipeline.generate(run) for run in runs])
-        )
+        runs: list[Run] = []
         is_answered = False
         try:
+            runs = answer.runs = self._runs(exchange, scope, job, answer, stages)
+            if header(scope, b"x-baton-timing") == "1":
+                answer.timing = _timing
+            work = (
+                _echo(runs)
+                if job.is_echo_only and not job.scores_echo
+                else all_or_none([self._pipeline.generate(run) for run in runs])
+            )
             if job.stream:
                 patience_s = self._limits.slow_reader_s
                 await EventStream(exchange, scope, send, answer, patience_s=patience_s).run(work)
@@ -194,7 +195,8 @@ class Generation:
             raise
         finally:
             ticket.settle(usage_of(runs if is_answered else self._charged(runs)))
-            exchange.fields |= _log_fields(runs, job)
+            if runs:
+                exchange.fields |= _log_fields(runs, job)
 
     def _charged(self, runs: Sequence[Run]) -> list[Run]:
         """The runs that cost something although there was no whole answer: those that made tokens, and where it was the

@@ -191,6 +191,23 @@ async def test_requests_at_once_are_bounded_and_a_place_is_free_again(open_site:
         assert [(await call.end()).status for call in (*calls, other)] == [200, 200, 200]
 
 
+async def test_what_fails_before_its_run_begins_gives_its_place_back(
+    open_site: OpenSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a mistake of ours; the place and the tokens are the caller's."""
+
+    def break_down(*_: object) -> None:
+        raise RuntimeError("a mistake")
+
+    async with open_site() as site:
+        headers = await site.key(max_streams=1)
+        with monkeypatch.context() as patch:
+            patch.setattr("gateway.generation.Generation._runs", break_down)
+            assert (await site.ask(headers)).status == 500
+        await until_settled(site)
+        assert (await site.ask(headers)).status == 200
+
+
 @pytest.mark.parametrize("period", ["day", "month"])
 async def test_a_budget_ends_and_begins_anew_with_its_period(open_site: OpenSite, period: str) -> None:
     each = PROMPT + ANSWER
