@@ -46,7 +46,7 @@ def _up(options: argparse.Namespace, config: ClusterConfig) -> int:
     if options.launcher is not None:
         launcher = config.launcher.model_copy(update={"kind": options.launcher})
         config = config.model_copy(update={"launcher": launcher})
-    return asyncio.run(up(config, log_dir=options.log_dir))
+    return up(config, log_dir=options.log_dir)
 
 
 def _chat(options: argparse.Namespace, config: ClusterConfig) -> int:

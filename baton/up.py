@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import signal
 import tempfile
 import time
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import httpx
 
 from baton.status import table
+from baton.stop_signals import StopSignals
 from core.config import ClusterConfig
 from core.errors import ConfigError
 from deploy.cluster import Cluster, resolve_ports
@@ -18,24 +18,33 @@ from deploy.process import ProcessLauncher
 from modelfiles.model import open_model
 
 READY_POLL_S = 0.2
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAY_AGAIN_S = 10.0
 MAX_REASON_CHARS = 300
 ESSENTIAL = ("router", "gateway")
 """Without one of these the cluster serves nothing; a pool can do without a worker for a while."""
 
 
-async def up(config: ClusterConfig, *, log_dir: str | None) -> int:
-    """Returns once the cluster was told to stop and has stopped. Raises ConfigError and LaunchError."""
+def up(config: ClusterConfig, *, log_dir: str | None) -> int:
+    """Returns once the cluster was told to stop and has stopped. Raises ConfigError and LaunchError.
+
+    From the first line that is printed until the end of the process a stop signal, at whatever moment, ends with
+    everything stopped and exit code 0; before it nothing was started, and it interrupts as usual.
+    """
     for model in config.models:
         open_model(model.path)  # a missing or broken model is told, a remote one fetched, before anything is started
     config = resolve_ports(config)
+    with StopSignals() as signals:
+        asyncio.run(_run(config, signals, log_dir))
+    return 0
+
+
+async def _run(config: ClusterConfig, signals: StopSignals, log_dir: str | None) -> None:
     with tempfile.TemporaryDirectory(prefix="baton-") as run_dir:
         logs = _make_log_dir(Path(log_dir) if log_dir is not None else Path(run_dir) / "logs")
         launcher = make_launcher(config, run_dir=Path(run_dir), log_dir=logs)
         run = UpRun(config, launcher, logs)
-        signals = _Signals(launcher)
         try:
+            await signals.attach(hurry=launcher.kill)
             async with launcher:
                 try:
                     await run.serve()
@@ -46,9 +55,8 @@ async def up(config: ClusterConfig, *, log_dir: str | None) -> int:
             if not signals.was_told_to_stop:
                 raise
         finally:
-            signals.restore()
+            signals.detach()
     run.say("stopped")
-    return 0
 
 
 def make_launcher(config: ClusterConfig, *, run_dir: Path, log_dir: Path) -> Launcher:
@@ -176,35 +184,6 @@ class UpRun:
             f"    -d '{json.dumps(question)}'\n\n"
             f"{note}Ctrl-C stops everything."
         )
-
-
-class _Signals:
-    """Ctrl-C and SIGTERM: the first ends the run in good order, the next ones end every process now."""
-
-    def __init__(self, launcher: Launcher) -> None:
-        self._launcher = launcher
-        self._loop = asyncio.get_running_loop()
-        self._task = asyncio.current_task()
-        self._is_stopping = False
-        self.was_told_to_stop = False
-        for number in STOP_SIGNALS:
-            self._loop.add_signal_handler(number, self._on_signal)
-
-    def begin_stop(self) -> None:
-        """From here on a signal means: faster."""
-        self._is_stopping = True
-
-    def restore(self) -> None:
-        for number in STOP_SIGNALS:
-            self._loop.remove_signal_handler(number)
-
-    def _on_signal(self) -> None:
-        if self._is_stopping or self.was_told_to_stop:
-            self._launcher.kill()
-            return
-        self.was_told_to_stop = True
-        assert self._task is not None
-        self._task.cancel()
 
 
 def _reason(event: ComponentEvent) -> str:

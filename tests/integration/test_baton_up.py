@@ -32,12 +32,27 @@ QUESTION = {
 }
 
 
+SIGNAL_AT_EVERY_LINE = """
+import atexit, builtins, functools, signal, sys
+number, plain = int(sys.argv.pop(1)), builtins.print
+def print_and_signal(*values, **options):
+    plain(*values, **options)
+    signal.raise_signal(number)
+builtins.print = print_and_signal
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may have ignored it
+import baton.cli
+atexit.register(functools.partial(signal.raise_signal, number))
+sys.exit(baton.cli.main())
+"""
+"""``baton`` that gets a signal in the moment after each of its lines, and once more at the end of the interpreter."""
+
+
 class Up:
     """A running ``baton up`` and what it has printed."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, program: tuple[str, ...] = ("-m", "baton")) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "baton", "up", *arguments],
+            [sys.executable, *program, "up", *arguments],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -77,10 +92,15 @@ class Up:
         self._children |= set(psutil.Process(self.process.pid).children(recursive=True))
         started = time.monotonic()
         self.process.send_signal(number)
-        self.process.communicate(timeout=3 * STOP_S)
+        self.wait()
+        return time.monotonic() - started
+
+    def wait(self) -> None:
+        """Wait for the end of the command, and of all that it was seen to have started."""
+        said, _ = self.process.communicate(timeout=3 * STOP_S)
+        self.said += said
         _, alive = psutil.wait_procs(self._children, timeout=STOP_S)
         assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-        return time.monotonic() - started
 
     def kill(self) -> None:
         if self.process.poll() is None:
@@ -89,8 +109,8 @@ class Up:
 
 
 @contextmanager
-def up(*arguments: str) -> Iterator[Up]:
-    command = Up(*arguments)
+def up(*arguments: str, program: tuple[str, ...] = ("-m", "baton")) -> Iterator[Up]:
+    command = Up(*arguments, program=program)
     try:
         yield command
     finally:
@@ -148,6 +168,18 @@ def test_ctrl_c_during_the_start_leaves_nothing(launcher: str, moment: str) -> N
         command.read_until(moment)
         assert command.stop(signal.SIGINT) < STOP_S
         assert command.process.returncode == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(("launcher", "first"), [("process", "starting router"), ("ray", "starting Ray")])
+def test_a_signal_after_any_line_stops_everything_in_good_order(
+    launcher: str, first: str, number: signal.Signals
+) -> None:
+    with up("--launcher", launcher, *PORTS, *SMALL, program=("-c", SIGNAL_AT_EVERY_LINE, str(int(number)))) as command:
+        command.read_until(first)
+        command.wait()
+        assert command.process.returncode == 0
+        assert command.said.endswith("stopped\n")
 
 
 def test_a_taken_port_is_one_line_that_names_the_setting() -> None:
