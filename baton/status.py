@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from core.errors import ConfigError, WorkerLost
 from core.ids import format_incarnation
-from core.types import ClusterStatus, WorkerStatus
+from core.types import ClusterStatus, ExecutionKind, WorkerStatus
 from rpc.clients import RouterClient
 
 
@@ -79,7 +79,7 @@ def _worker_to_json(worker: WorkerStatus) -> dict[str, object]:
 
 
 def render(status: ClusterStatus) -> str:
-    """Three tables that fit a terminal."""
+    """Three tables that fit a terminal, below what is unusual."""
     pools = [(pool.model, pool.role, f"{pool.ready}/{pool.desired}") for pool in status.pools]
     workers = [_worker_row(worker) for worker in status.workers]
     gateways = [
@@ -90,9 +90,11 @@ def render(status: ClusterStatus) -> str:
         f"router  pid {status.router_pid}  http {status.router_http_address}"
         f"  {status.num_placements} placements, {status.num_waiting} waiting"
     )
+    mocks = ", ".join(model.name for model in status.models if model.execution is ExecutionKind.MOCK)
     return "\n\n".join(
         (
             head,
+            *([f"MOCK EXECUTION: no model is run, all answers of {mocks} are made up"] if mocks else []),
             table(("MODEL", "POOL", "READY"), pools),
             table(
                 ("WORKER", "STATE", "PID", "INCARNATION", "RUN", "WAIT", "KV BLOCKS", "KV RECEIVED", "HTTP"), workers

@@ -16,9 +16,10 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from core.access_config import AccessConfig
+from core.costs import StepCosts
 from core.errors import ConfigError
 from core.handoff import DigestKind
-from core.types import Role
+from core.types import ExecutionKind, Role
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 ENV_PREFIX = "BATON__"
@@ -95,6 +96,26 @@ class KVConfig(_Section):
         return value
 
 
+class ExecutionConfig(_Section):
+    """Whether workers run the model. ``mock`` is for benchmarks and drills: no weights are loaded, steps take as long
+    as a table says, and answers are made up. A cluster says so wherever it speaks of its models."""
+
+    kind: ExecutionKind = ExecutionKind.REAL
+    costs: str | StepCosts | None = None
+    """With ``mock``: the file of a cost table, or the table itself (core/costs.py)."""
+
+    @model_validator(mode="after")
+    def _costs_of_a_mock(self) -> Self:
+        if self.kind is ExecutionKind.MOCK and self.costs is None:
+            raise ValueError(
+                "mock execution needs its costs: name a table with --set models.0.execution.costs=FILE "
+                "(`python -m bench.costs --json FILE` measures one)"
+            )
+        if self.kind is ExecutionKind.REAL and self.costs is not None:
+            raise ValueError("costs are those of mock execution: set kind to mock, or remove them")
+        return self
+
+
 class GenerationConfig(_Section):
     """Sampling values for requests that are silent. ``auto``: what the model's own files say, else OpenAI's default."""
 
@@ -127,6 +148,7 @@ class ModelConfigSection(_Section):
     dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
     invariant: bool = True
     """Bitwise equal results under any batching (law 3)."""
+    execution: ExecutionConfig = ExecutionConfig()
     generation: GenerationConfig = GenerationConfig()
     tool_format: Literal["auto", "hermes", "llama3", "mistral", "qwen3_coder"] = "auto"
     """How the model writes calls of tools. ``auto``: as its chat template teaches it; where that knows no tools, an

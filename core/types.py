@@ -40,6 +40,14 @@ class WorkerState(StrEnum):
     LOST = "lost"
 
 
+class ExecutionKind(StrEnum):
+    """What a worker's steps are."""
+
+    REAL = "real"
+    MOCK = "mock"
+    """No model runs: steps take as long as a table says, answers are made up."""
+
+
 # -- the request ------------------------------------------------------------------------------------------------------
 
 
@@ -424,6 +432,7 @@ class ModelRecord:
     block_size: int
     max_context: int
     vocab_size: int
+    execution: ExecutionKind = ExecutionKind.REAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

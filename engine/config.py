@@ -4,10 +4,12 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
+from core.costs import StepCosts
 from core.errors import ConfigError
 from core.kv import KVFormat
 from engine.dtypes import quantisation_of, resolve_dtypes
 from engine.kv_cache import KVShape, num_blocks_for
+from engine.mock import as_mock
 from engine.scheduler import Policy
 from modelfiles.model import ModelFiles
 
@@ -40,6 +42,8 @@ class EngineConfig:
     """Prompt tokens of a step in which answers advance too: what a prompt may add to the time between two tokens."""
     projected_tokens: int = 64
     """Room for so many more tokens of each running sequence is kept free when others start."""
+    costs: StepCosts | None = None
+    """Mock execution with these (:mod:`engine.mock`): no weights, small KV, and as many blocks as with the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +57,8 @@ class EngineLimits:
     vocab_size: int
     max_sequences: int
     max_step_tokens: int
+    is_mock: bool = False
+    """No model is run."""
 
 
 def resolve(files: ModelFiles, config: EngineConfig) -> tuple[KVFormat, KVShape, EngineLimits]:
@@ -92,6 +98,8 @@ def resolve(files: ModelFiles, config: EngineConfig) -> tuple[KVFormat, KVShape,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
     )
+    if config.costs is not None:
+        kv_format, shape = as_mock(kv_format, shape)
     limits = EngineLimits(
         num_blocks=num_blocks,
         block_size=config.block_size,
@@ -100,6 +108,7 @@ def resolve(files: ModelFiles, config: EngineConfig) -> tuple[KVFormat, KVShape,
         vocab_size=model.vocab_size,
         max_sequences=config.max_sequences,
         max_step_tokens=config.max_step_tokens,
+        is_mock=config.costs is not None,
     )
     return kv_format, shape, limits
 

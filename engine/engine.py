@@ -1,4 +1,4 @@
-"""The engine of one worker: weights, KV memory, block pool, scheduler; one forward pass per :meth:`Engine.step`.
+"""The engine of one worker: execution, KV memory, block pool, scheduler; one forward pass per :meth:`Engine.step`.
 
 It knows no roles. What makes a prefill worker is that its sequences pause behind their first token and are detached;
 what makes a decode worker is that its sequences arrive with their KV.
@@ -15,24 +15,22 @@ import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
-import torch
-
 from core.errors import InternalError, InvalidRequest, ServingError
 from core.ids import BlockHash
 from core.kv import KVGeometry, MemoryRegion, hash_blocks
 from core.types import FinishReason, TokenLogprobs
-from engine.batch import build_batch
 from engine.block_pool import BlockPool
 from engine.block_table import BlockTables
 from engine.checks import check_sequence
 from engine.config import EngineConfig as EngineConfig
 from engine.config import resolve
+from engine.execution import Execution
+from engine.forward import ForwardPass
 from engine.grammar import Grammars
 from engine.kv_cache import KVCache
-from engine.model.attention import AttentionPlan
+from engine.mock import MockExecution
 from engine.model.decoder import Decoder
-from engine.prompt_scores import score_prompts
-from engine.sampler import Sampled, sample
+from engine.sampler import Sampled
 from engine.scheduler import Chunk, Limits, Scheduler
 from engine.sequence import Sequence, SequenceKey, SequenceState
 from engine.stopping import finish_of
@@ -120,14 +118,12 @@ class Engine:
 
     def __init__(self, files: ModelFiles, config: EngineConfig, *, model: Decoder | None = None) -> None:
         self.format, shape, self.limits = resolve(files, config)
-        self.model = (
-            Decoder(files, max_context=self.limits.max_context, dtype=self.format.compute_dtype)
-            if model is None
-            else model
-        )
-        assert self.model.dtype == self.format.compute_dtype, "shared weights are of one dtype"
         self.cache = KVCache(shape, self.limits.num_blocks)
-        self.model.compile(AttentionPlan(self.cache, [], files.config.num_heads))
+        self.execution: Execution = (
+            self._forward_pass(files, config, model)
+            if config.costs is None
+            else MockExecution(config.costs, self.cache, files)
+        )
         self.pool = BlockPool(self.limits.num_blocks)
         self.grammars = Grammars(
             files.tokenizer(), vocab_size=self.limits.vocab_size, eos_token_ids=files.config.eos_token_ids
@@ -151,14 +147,25 @@ class Engine:
                 policy=config.policy,
             ),
         )
-        self._row_multiple = self.model.row_multiple if config.invariant else 1
         self._sequences: dict[SequenceKey, Sequence] = {}
+
+    def _forward_pass(self, files: ModelFiles, config: EngineConfig, model: Decoder | None) -> ForwardPass:
+        dtype = self.format.compute_dtype
+        weights = model or Decoder(files, max_context=self.limits.max_context, dtype=dtype)
+        assert weights.dtype == dtype, "shared weights are of one dtype"
+        return ForwardPass(weights, self.cache, invariant=config.invariant)
 
     def close(self) -> None:
         """End what the engine runs beside its steps. No step may follow."""
         self.grammars.close()
 
     # -- facts --------------------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> Decoder:
+        """The weights, which other engines may share. An engine with mock execution has none."""
+        assert isinstance(self.execution, ForwardPass), "mock execution has no weights"
+        return self.execution.model
 
     @property
     def geometry(self) -> KVGeometry:
@@ -271,22 +278,14 @@ class Engine:
             leased=tuple(leased),
         )
 
-    @torch.inference_mode()
     def _run(self, chunks: tuple[Chunk, ...]) -> list[SequenceOutput]:
         started_at = time.monotonic()
-        batch = build_batch(chunks, self.cache, num_heads=self.model.config.num_heads, row_multiple=self._row_multiple)
-        hidden_TH = self.model.forward(batch.tokens_T, batch.plan)
-        if any(chunk.sequence.prompt_scores is not None for chunk in chunks):
-            score_prompts(self.model, hidden_TH, chunks, self._row_multiple)
-        sampled: list[Sampled] = []
-        if batch.sampled:
-            logits_RV = self.model.logits(hidden_TH[batch.sampled_rows_R])[: len(batch.sampled)]
-            sampled = sample(logits_RV, [chunk.sequence for chunk in batch.sampled])
-        broken = {
-            chunk.sequence.key
-            for chunk, each in zip(batch.sampled, sampled, strict=True)
-            if isinstance(each.error, InternalError)
-        }
+        computed = self.execution.run(chunks)
+        sampled = [
+            (chunk.sequence, each)
+            for chunk, each in zip((chunk for chunk in chunks if chunk.is_sampled), computed.sampled, strict=True)
+        ]
+        broken = {sequence.key for sequence, each in sampled if isinstance(each.error, InternalError)}
         num_prompt = num_cached = 0
         for chunk in chunks:
             sequence = chunk.sequence
@@ -301,10 +300,10 @@ class Engine:
             num_steps=totals.num_steps + 1,
             prompt_tokens_computed=totals.prompt_tokens_computed + num_prompt,
             prompt_tokens_cached=totals.prompt_tokens_cached + num_cached,
-            tokens_computed=totals.tokens_computed + batch.num_tokens,
-            num_padded_rows=totals.num_padded_rows + len(batch.tokens_T) - batch.num_tokens,
+            tokens_computed=totals.tokens_computed + sum(chunk.num_tokens for chunk in chunks),
+            num_padded_rows=totals.num_padded_rows + computed.num_padded_rows,
         )
-        return [self._apply(chunk.sequence, each) for chunk, each in zip(batch.sampled, sampled, strict=True)]
+        return [self._apply(sequence, each) for sequence, each in sampled]
 
     def _lease_complete(self, sequence: Sequence) -> LeasedBlocks:
         first = sequence.num_leased

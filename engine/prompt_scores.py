@@ -4,11 +4,11 @@ Row ``i`` of a prompt scores token ``i + 1``; the first token has none. The head
 no memory for all its scores at once; rows are padded as elsewhere, so the bits do not depend on the slices.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from torch import Tensor
 
-from engine.model.decoder import Decoder
 from engine.model.linear import round_up
 from engine.sampler import token_logprobs
 from engine.scheduler import Chunk
@@ -16,8 +16,9 @@ from engine.scheduler import Chunk
 SLICE_ROWS = 64
 
 
-def score_prompts(model: Decoder, hidden_TH: Tensor, chunks: Seq[Chunk], row_multiple: int) -> None:
-    """Note the scores of the prompt tokens that follow the rows of ``chunks``, for sequences that want them."""
+def score_prompts(logits: Callable[[Tensor], Tensor], hidden_TH: Tensor, chunks: Seq[Chunk], row_multiple: int) -> None:
+    """Note the scores of the prompt tokens that follow the rows of ``chunks``, for sequences that want them.
+    ``logits`` makes scores ``[R, V]`` of some rows of ``hidden_TH``."""
     first_row = 0
     for chunk in chunks:
         sequence = chunk.sequence
@@ -27,7 +28,7 @@ def score_prompts(model: Decoder, hidden_TH: Tensor, chunks: Seq[Chunk], row_mul
                 stop = min(start + SLICE_ROWS, end)
                 rows = list(range(first_row + start - chunk.start, first_row + stop - chunk.start))
                 rows += rows[:1] * (round_up(len(rows), row_multiple) - len(rows))
-                raw_RV = model.logits(hidden_TH[rows])[: stop - start]
+                raw_RV = logits(hidden_TH[rows])[: stop - start]
                 tokens = sequence.tokens[start + 1 : stop + 1]
                 num_top = [sequence.sampling.prompt_logprobs or 0] * len(tokens)
                 # By position: after a preemption the prompt is computed and scored again.

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from core.config import GenerationConfig, ModelConfigSection
 from core.errors import ModelNotFound
+from core.types import ExecutionKind
 from gateway.access.caller import Caller
 from gateway.tools.dialect import Dialect, dialect_of
 from modelfiles import ChatTemplate, GenerationDefaults, Tokenizer, open_model
@@ -32,6 +33,8 @@ class ServedModel:
     """How it is told of tools and how it writes calls."""
     has_priorities: bool = False
     """Its pools serve the lowest ``priority`` first."""
+    execution: ExecutionKind = ExecutionKind.REAL
+    """``mock``: nothing that it answers comes from a model."""
     created: int
     """Unix time of this gateway's start, for the model list."""
 
@@ -55,6 +58,7 @@ class ServedModel:
             vocab_size=files.config.vocab_size,
             eos_token_ids=files.config.eos_token_ids,
             has_priorities=any(pool.policy == "priority" for pool in section.pools.values()),
+            execution=section.execution.kind,
             created=int(time.time()),
         )
 

@@ -5,6 +5,7 @@ import orjson
 from core.config import LimitsConfig
 from core.errors import InvalidRequest, NoWorker
 from core.telemetry import Telemetry
+from core.types import ExecutionKind
 from gateway.edge import Exchange
 from gateway.fields import UnknownFields
 from gateway.generation import Generation
@@ -109,4 +110,5 @@ def _model_value(model: ServedModel) -> dict[str, object]:
         "root": model.name,
         "parent": None,
         "max_model_len": model.max_context,
+        **({} if model.execution is ExecutionKind.REAL else {"execution": model.execution}),
     }

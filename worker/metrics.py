@@ -58,6 +58,8 @@ class WorkerMetrics:
         self._step_s = Histogram(
             "baton_step_seconds", "Seconds of one step", names, buckets=_STEP_BUCKETS, registry=registry
         ).labels(**own)
+        is_mock = gauge("mock_execution", "1 where no model is run and answers are made up")
+        is_mock.labels(**own).set(context.engine.limits.is_mock)
         registry.register(PairCollector(own, context.pairs, transfers))
 
     def observe_step(self, result: StepResult, seconds: float) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from core.clock import MonotonicClock
 from core.config import ClusterConfig, ModelConfigSection
+from core.costs import read_costs
 from core.errors import WorkerLost
 from core.failpoints import Failpoints
 from core.handoff import PeerInfo
@@ -27,6 +28,7 @@ from core.tasks import TaskScope
 from core.telemetry import Telemetry, setup_telemetry
 from core.types import (
     CommandKind,
+    ExecutionKind,
     ModelRecord,
     Role,
     WorkerCommand,
@@ -216,6 +218,8 @@ class Worker:
         )
         self._scope.spawn(self._membership.run(), name="membership")
         self._scope.spawn(self._watch_steps(), name="watch-steps")
+        if context.engine.limits.is_mock:
+            log.warning("mock execution: no model is run, answers are made up", extra={"worker_id": context.worker_id})
         log.info("worker ready", extra={"worker_id": context.worker_id, "address": address, "http": http_address})
 
     async def run_until_stopped(self) -> int:
@@ -330,6 +334,7 @@ class Worker:
                 block_size=context.geometry.block_size,
                 max_context=limits.max_context,
                 vocab_size=limits.vocab_size,
+                execution=ExecutionKind.MOCK if limits.is_mock else ExecutionKind.REAL,
             ),
             address=address,
             http_address=http_address,
@@ -372,23 +377,26 @@ def _own_core(config: ClusterConfig, num_threads: int, role: Role, worker_id: st
 
 def load_engine(config: ClusterConfig, model: ModelConfigSection, role: Role) -> Engine:
     """Weights, KV memory and all. Takes seconds; raises ConfigError with the remedy."""
-    pool = model.pools[role]
-    return Engine(
-        open_model(model.path),
-        EngineConfig(
-            block_size=model.kv.block_size,
-            num_blocks=model.kv.num_blocks,
-            memory_bytes=model.kv.memory_bytes,
-            max_step_tokens=pool.max_step_tokens,
-            max_sequences=pool.max_sequences,
-            max_context=model.max_context,
-            dtype=model.dtype,
-            kv_dtype=model.kv.dtype,
-            invariant=model.invariant,
-            prefix_cache=model.kv.prefix_cache,
-            policy=pool.policy,
-            max_mixed_tokens=pool.max_mixed_tokens,
-        ),
+    return Engine(open_model(model.path), engine_config(model, role))
+
+
+def engine_config(model: ModelConfigSection, role: Role) -> EngineConfig:
+    """What the settings say of the engine of one worker. Raises ConfigError for a cost table that cannot be read."""
+    pool, costs = model.pools[role], model.execution.costs
+    return EngineConfig(
+        block_size=model.kv.block_size,
+        num_blocks=model.kv.num_blocks,
+        memory_bytes=model.kv.memory_bytes,
+        max_step_tokens=pool.max_step_tokens,
+        max_sequences=pool.max_sequences,
+        max_context=model.max_context,
+        dtype=model.dtype,
+        kv_dtype=model.kv.dtype,
+        invariant=model.invariant,
+        prefix_cache=model.kv.prefix_cache,
+        policy=pool.policy,
+        max_mixed_tokens=pool.max_mixed_tokens,
+        costs=read_costs(costs) if isinstance(costs, str) else costs,
     )
 
 

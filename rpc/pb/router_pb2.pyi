@@ -157,18 +157,20 @@ class PlacementEnd(_message.Message):
     def __init__(self, placement_id: _Optional[str] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., outcome: _Optional[str] = ..., blamed_worker: _Optional[str] = ...) -> None: ...
 
 class ModelRecord(_message.Message):
-    __slots__ = ("name", "format_hash", "block_size", "max_context", "vocab_size")
+    __slots__ = ("name", "format_hash", "block_size", "max_context", "vocab_size", "execution")
     NAME_FIELD_NUMBER: _ClassVar[int]
     FORMAT_HASH_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    EXECUTION_FIELD_NUMBER: _ClassVar[int]
     name: str
     format_hash: str
     block_size: int
     max_context: int
     vocab_size: int
-    def __init__(self, name: _Optional[str] = ..., format_hash: _Optional[str] = ..., block_size: _Optional[int] = ..., max_context: _Optional[int] = ..., vocab_size: _Optional[int] = ...) -> None: ...
+    execution: str
+    def __init__(self, name: _Optional[str] = ..., format_hash: _Optional[str] = ..., block_size: _Optional[int] = ..., max_context: _Optional[int] = ..., vocab_size: _Optional[int] = ..., execution: _Optional[str] = ...) -> None: ...
 
 class Label(_message.Message):
     __slots__ = ("name", "value")

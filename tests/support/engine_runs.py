@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import engine.engine as engine_module
+import engine.forward as forward_module
 from core.ids import RequestId
 from core.types import SamplingParams
 from engine.batch import build_batch
@@ -51,18 +51,18 @@ class Recorded:
 def recording() -> Any:
     """While open, the raw scores of every sampled row are kept."""
     recorded = Recorded()
-    inner = engine_module.sample
+    inner = forward_module.sample
 
     def sample(logits: Tensor, sequences: Sequence[EngineSequence]) -> Any:
         for row, sequence in zip(logits.clone(), sequences, strict=True):
             recorded.scores.setdefault(sequence.key, []).append(row)
         return inner(logits, sequences)
 
-    engine_module.sample = sample
+    forward_module.sample = sample
     try:
         yield recorded
     finally:
-        engine_module.sample = inner
+        forward_module.sample = inner
 
 
 def run(engine: Engine, *sequences: EngineSequence, max_steps: int = 10_000) -> Recorded:

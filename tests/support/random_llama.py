@@ -44,6 +44,10 @@ class _Tokenizer(_Digest):
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id])
 
+    @property
+    def ordinary_texts(self) -> dict[int, str]:
+        return {token_id: chr(token_id) for token_id in range(32, 101)}
+
 
 class RandomLlama:
     """Answers what the engine asks of `modelfiles.model.ModelFiles`. `weights` may be edited before they are read."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from core.costs import StepCosts
 from core.grammar import GrammarKind, GrammarSource
 from engine.engine import Engine, EngineConfig, SequenceOutput
 from engine.sequence import Sequence
@@ -63,14 +64,16 @@ def score_bytes(recorded: Recorded, sequence: Sequence) -> tuple[bytes, ...]:
 class Model:
     """The weights that engines of a test share, and the answers of an engine that has nothing else to do."""
 
-    def __init__(self, dtype: str, **changes: Any) -> None:
+    def __init__(self, dtype: str, *, costs: StepCosts | None = None, **changes: Any) -> None:
+        """``costs``: of mock execution."""
         self._files: Any = RandomLlama(**changes)
-        self._dtype = dtype
-        self._alone = Engine(self._files, EngineConfig(num_blocks=64, dtype=dtype, prefix_cache=False))
+        self._options: dict[str, Any] = {"dtype": dtype, "costs": costs}
+        self._alone = Engine(self._files, EngineConfig(num_blocks=64, prefix_cache=False, **self._options))
         self._answers: dict[tuple[Asked, int], Answer] = {}
 
     def engine(self, **config: Any) -> Engine:
-        return Engine(self._files, EngineConfig(dtype=self._dtype, **config), model=self._alone.model)
+        weights = None if self._options["costs"] else self._alone.model
+        return Engine(self._files, EngineConfig(**self._options, **config), model=weights)
 
     def alone(self, asked: Asked, choice: int = 0) -> Answer:
         found = self._answers.get((asked, choice))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from baton.status import format_bytes, render, table, to_json
 from core.ids import GatewayId, Incarnation, WorkerId
 from core.kv import BlockCounts
 from core.types import (
     ClusterStatus,
+    ExecutionKind,
     GatewayStatus,
     ModelRecord,
     PoolStatus,
@@ -96,3 +98,11 @@ def test_sizes_are_told_in_the_largest_fitting_unit() -> None:
         "5.0 MiB",
         "5120.0 GiB",
     ]
+
+
+def test_a_model_whose_answers_are_made_up_is_shown_as_such() -> None:
+    mock = replace(STATUS, models=(replace(MODEL, execution=ExecutionKind.MOCK),))
+    assert "MOCK EXECUTION: no model is run, all answers of m are made up" in render(mock)
+    assert "MOCK" not in render(STATUS)
+    models = to_json(mock)["models"]
+    assert isinstance(models, list) and models[0]["execution"] == "mock"

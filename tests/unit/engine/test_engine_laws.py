@@ -23,6 +23,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from core.costs import StepCosts
 from core.errors import OutOfBlocks
 from core.types import TokenLogprobs
 from engine.block_pool import Reservation
@@ -39,6 +40,7 @@ MODELS: Mapping[str, Callable[[], Model]] = {
         "float32", architecture="qwen3", sliding_window=9, sliding_layers=(1,)
     ),
     "int8, window and qk-norm": lambda: Model("int8", architecture="qwen3", sliding_window=9, sliding_layers=(1,)),
+    "mock": lambda: Model("float32", costs=StepCosts.linear(fixed_s=0.0, prompt_token_s=0.0, decode_row_s=0.0)),
 }
 CROWD = [
     Asked(prompt=tuple(range(3, 9 + index)), options=(("max_tokens", 30), ("seed", index), ("temperature", 1.0)))
@@ -329,7 +331,7 @@ def _check_laws(name: str, *, num_examples: int, num_rules: int) -> None:
 
 
 @pytest.mark.timeout(600)  # where a law is broken, the search for a small example takes its time
-@pytest.mark.parametrize("name", ["float32", "int8, window and qk-norm"])
+@pytest.mark.parametrize("name", ["float32", "int8, window and qk-norm", "mock"])
 def test_laws_of_the_engine(name: str) -> None:
     _check_laws(name, num_examples=20, num_rules=30)
 

@@ -1,0 +1,30 @@
+"""Where a step is computed: the one part of an engine that knows weights, or does without them.
+
+Two implementations: :class:`engine.forward.ForwardPass` runs the model; :class:`engine.mock.MockExecution` waits as
+long as the model would take. Everything else of a worker is the same with both.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.sampler import Sampled
+from engine.scheduler import Chunk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Computed:
+    """What one step came to."""
+
+    sampled: tuple[Sampled, ...]
+    """One for each chunk that is sampled, in their order."""
+    num_padded_rows: int = 0
+
+
+class Execution(Protocol):
+    """Used by the step thread."""
+
+    def run(self, chunks: Seq[Chunk]) -> Computed:
+        """Compute the pending tokens that ``chunks`` name: their KV is in the sequences' blocks when this returns, the
+        next token of each chunk that is sampled is drawn (but not appended), and the scores of prompts that want them
+        are in ``Sequence.prompt_scores``. Raises nothing that one sequence is to blame for."""
