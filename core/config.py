@@ -281,6 +281,8 @@ class RouterConfig(_Section):
     max_waiting: int = Field(default=1024, ge=0)
     mode: Literal["auto", "split", "local"] = "auto"
     """``auto``: split where a prefill pool exists. ``local`` forces decode workers to prefill themselves."""
+    policy: Literal["prefix_aware", "round_robin"] = "prefix_aware"
+    """``round_robin`` takes workers in turn, whatever they hold and have to do: for comparisons."""
     max_records: int = Field(default=1000, ge=1)
 
     @field_validator("listen", "http_listen")

@@ -170,9 +170,12 @@ def hash_blocks(
     ``known`` are the hashes of the first blocks, if the caller has them: those behind them are made.
     """
     parent = known[-1] if known else hashlib.blake2b(f"{salt}\0{adapter}".encode(), digest_size=16).digest()
-    for start in range(len(known) * block_size, len(token_ids) - block_size + 1, block_size):
-        block = token_ids[start : start + block_size]
-        parent = hashlib.blake2b(struct.pack(f"<{block_size}I", *block), key=parent, digest_size=16).digest()
+    first = len(known) * block_size
+    last = len(token_ids) // block_size * block_size
+    words = struct.pack(f"<{max(0, last - first)}I", *token_ids[first:last])
+    for start in range(0, len(words), 4 * block_size):
+        block = words[start : start + 4 * block_size]
+        parent = hashlib.blake2b(block, key=parent, digest_size=16).digest()
         yield BlockHash(parent)
 
 

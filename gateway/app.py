@@ -74,6 +74,7 @@ class Gateway:
             gateway_id=gateway_id,
             incarnation=incarnation,
             on_count=self._on_count,
+            block_size=self.reporter.block_size,
             gate=self._access.gate,
             telemetry=telemetry,
         )

@@ -21,7 +21,7 @@ from gateway.event_stream import EventStream
 from gateway.fields import UnknownFields
 from gateway.http import Receive, Scope, Send, header, read_json_body, send_bytes, until_disconnect
 from gateway.models import ModelShelf
-from gateway.parse import Job, chat_job, completion_job
+from gateway.parse import Job, chat_job, completion_job, with_blocks
 from gateway.pipeline import Pipeline
 from gateway.responses.answer import ResponsesAnswer
 from gateway.responses.body import ResponsesBody
@@ -54,6 +54,7 @@ class Generation:
         gateway_id: GatewayId,
         incarnation: Incarnation,
         on_count: Callable[[int], None],
+        block_size: Callable[[str], int],
         gate: Gate,
         telemetry: Telemetry,
     ) -> None:
@@ -65,6 +66,7 @@ class Generation:
         self._gateway_id = gateway_id
         self._incarnation = incarnation
         self._on_count = on_count
+        self._block_size = block_size
         self._gate = gate
         self._telemetry = telemetry
         self._num_running = 0
@@ -168,7 +170,7 @@ class Generation:
         make_job: Callable[[bytes], Job],
         make_answer: Callable[[Job, str], Answer],
     ) -> None:
-        job = await self._shelf.run(lambda: make_job(raw), num_bytes=len(raw))
+        job = await self._shelf.run(lambda: self._with_blocks(make_job(raw), exchange), num_bytes=len(raw))
         answer = make_answer(job, exchange.request_id)
         ticket = await self._gate.reserve(exchange, _demand(job))
         runs: list[Run] = []
@@ -197,6 +199,10 @@ class Generation:
             ticket.settle(usage_of(runs if is_answered else self._charged(runs)))
             if runs:
                 exchange.fields |= _log_fields(runs, job)
+
+    def _with_blocks(self, job: Job, exchange: Exchange) -> Job:
+        salt = exchange.caller.salt(job.cache_salt)
+        return with_blocks(job, block_size=self._block_size(job.model.name), salt=salt)
 
     def _charged(self, runs: Sequence[Run]) -> list[Run]:
         """The runs that cost something although there was no whole answer: those that made tokens, and where it was the
@@ -235,7 +241,7 @@ class Generation:
                 for choice in range(job.sampling.n)
             ]
             clock = stages if number == 0 else stages.copy()
-            runs.append(Run(request, choices, clock, is_scoring=job.is_echo_only))
+            runs.append(Run(request, choices, clock, blocks=prompt.blocks, is_scoring=job.is_echo_only))
             runs[-1].span = span
             runs[-1].stages.mark("prepare")
         return runs

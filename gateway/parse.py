@@ -12,6 +12,7 @@ from core.config import LimitsConfig
 from core.errors import ContextTooLong, InvalidRequest
 from core.types import SamplingParams
 from gateway.models import ServedModel
+from gateway.prompt_blocks import PromptBlocks
 from gateway.schemas import INT64, ChatBody, CompletionBody, GenerationBody, TokenizeBody
 from gateway.structured import grammar_member, grammar_of
 from gateway.text import Detokenizer, TextRules
@@ -33,6 +34,8 @@ class Prompt:
     """Text that precedes each of its answers (completions with `echo`)."""
     offsets: tuple[int, ...] = ()
     """Characters of `echo` before each token, when their log probabilities are shown too."""
+    blocks: PromptBlocks | None = None
+    """None: its workers need not be those that hold its beginning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +115,18 @@ def completion_job(body: CompletionBody, model: ServedModel, limits: LimitsConfi
         is_echo_only=body.max_tokens == 0,
         scores_echo=scores_echo,
     )
+
+
+def with_blocks(job: Job, *, block_size: int, salt: str) -> Job:
+    """With the names of its prompts' blocks, unless they are of no use: log probabilities of a prompt are computed
+    whatever is cached. Blocking. A ``block_size`` of 0 is unknown."""
+    if not block_size or job.sampling.prompt_logprobs is not None or job.is_echo_only:
+        return job
+    prompts = (
+        replace(prompt, blocks=PromptBlocks.of(prompt.token_ids, block_size=block_size, salt=salt))
+        for prompt in job.prompts
+    )
+    return replace(job, prompts=tuple(prompts))
 
 
 def tokenize(body: TokenizeBody, model: ServedModel, limits: LimitsConfig) -> tuple[int, ...]:

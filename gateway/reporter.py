@@ -61,6 +61,11 @@ class Reporter:
             self._records.popleft()
         self._view, self._view_at = view, self._clock.now()
 
+    def block_size(self, model: str) -> int:
+        """Tokens of a KV block of the model's workers, as the router told last; 0 while it has not. For any thread."""
+        view = self._view
+        return next((one.block_size for one in view.models if one.name == model), 0) if view is not None else 0
+
     def why_not_ready(self) -> str | None:
         """None when at least one model has a path of ready workers; else the reason, for people."""
         view = self._view

@@ -7,6 +7,7 @@ from core import types as t
 from core.ids import Incarnation, WorkerId
 from core.spans import NO_SPAN
 from gateway.prefill_leg import PrefillLeg
+from gateway.prompt_blocks import PromptBlocks
 from gateway.stages import StageClock
 from gateway.text import ChoiceText, TextDelta
 
@@ -92,12 +93,20 @@ class Run:
     """One request on its way. `request.deadline_s` and `request.age_s` count from the start of `stages`."""
 
     def __init__(
-        self, request: t.GenerateRequest, choices: Sequence[Choice], stages: StageClock, *, is_scoring: bool = False
+        self,
+        request: t.GenerateRequest,
+        choices: Sequence[Choice],
+        stages: StageClock,
+        *,
+        blocks: PromptBlocks | None = None,
+        is_scoring: bool = False,
     ) -> None:
         assert len(choices) == request.sampling.n, "a choice for each sample"
         self.request = request
         self.choices = tuple(choices)
         self.stages = stages
+        self.blocks = blocks
+        """None: nobody need look for workers that hold what the prompt begins with."""
         self.is_scoring = is_scoring
         """Only the log probabilities of the prompt are wanted: the one token behind it is part of no answer."""
         self.attempt = 0
@@ -149,13 +158,15 @@ class Run:
         )
 
     def place_request(self, branch: Branch, attempt: int) -> t.PlaceRequest:
-        request, num_accepted = self.request, len(branch.accepted)
+        request, accepted = self.request, branch.accepted
+        num_accepted = len(accepted)
         return t.PlaceRequest(
             request_id=request.request_id,
             model=request.model,
             attempt=attempt,
             num_prompt_tokens=request.num_prompt_tokens + num_accepted,
             max_new_tokens=request.sampling.max_tokens - num_accepted,
+            block_hashes=self.blocks.with_answer(request.prompt_token_ids, accepted) if self.blocks else (),
             gateway_id=request.gateway_id,
             gateway_incarnation=request.gateway_incarnation,
             deadline_s=max(self.remaining_s(), 0.0),

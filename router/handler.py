@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import replace
 
 from core.clock import Clock, MonotonicClock
 from core.config import ClusterConfig
@@ -32,6 +33,7 @@ from router.metrics import RouterMetrics
 from router.placer import Placer
 from router.policy import PolicySettings
 from router.pools import PoolBook
+from router.prefix_index import PrefixIndex
 from router.registry import Commands, LivenessTimes, Membership, Registry
 from router.waiting import WaitingRoom
 
@@ -57,13 +59,17 @@ class RouterHandler:
         self._registry = Registry(clock, LivenessTimes.of(settings))
         self._gateways = GatewayBook(clock, timeout_s=settings.heartbeat_timeout_s)
         self._load = LoadBook(clock, projected_tokens=config.worker.projected_tokens)
+        self.prefixes = PrefixIndex(clock)
         self._pools = PoolBook(config.models)
         self._records = RecordRing(settings.max_records)
         self._placer = Placer(
             registry=self._registry,
             load=self._load,
+            prefixes=self.prefixes,
             pools=self._pools,
-            settings=PolicySettings(mode=settings.mode, projected_tokens=config.worker.projected_tokens),
+            settings=PolicySettings(
+                mode=settings.mode, policy=settings.policy, projected_tokens=config.worker.projected_tokens
+            ),
         )
         self._room = WaitingRoom(
             clock,
@@ -180,7 +186,7 @@ class RouterHandler:
             async for message in messages:
                 if isinstance(message, WorkerRegistration):
                     stream.membership = self._join(message, commands)
-                elif not self._registry.heartbeat(stream.membership, message):
+                elif not self._hear(stream.membership, message):
                     reason = "the router does not know this worker any more"
                     commands.put_nowait(WorkerCommand(kind=CommandKind.REREGISTER, reason=reason))
                 self._after_change()
@@ -191,9 +197,19 @@ class RouterHandler:
 
     def _join(self, registration: WorkerRegistration, commands: Commands) -> Membership:
         membership = self._registry.join(registration, commands)
+        self.prefixes.begin((registration.worker_id, registration.incarnation), max_blocks=registration.num_blocks)
         self._metrics.incarnations.labels(registration.model.name, registration.role).inc()
         self._after_change()
         return membership
+
+    def _hear(self, membership: Membership, load: WorkerLoad) -> bool:
+        """A heartbeat: the load to the registry, what became of cached blocks to the index. False: join again."""
+        if not self._registry.heartbeat(membership, replace(load, stored_hashes=(), evicted_hashes=())):
+            return False
+        if self._registry.is_current(membership):
+            worker = (membership.worker_id, membership.incarnation)
+            self.prefixes.apply(worker, stored=load.stored_hashes, evicted=load.evicted_hashes)
+        return True
 
     # -- operators ----------------------------------------------------------------------------------------------------
 
@@ -234,13 +250,17 @@ class RouterHandler:
             released = self._load.release_gateway(*gateway)
             log.warning("gateway lost", extra={"gateway": gateway[0], "released_placements": released})
         workers = self._registry.workers()
-        self._load.expire((w.registration.worker_id, w.registration.incarnation) for w in workers)
+        alive = [(w.registration.worker_id, w.registration.incarnation) for w in workers]
+        self._load.expire(alive)
+        self.prefixes.keep_only(alive)
+        self.prefixes.sweep()
         self._after_change()
         self._room.tick()
         self._metrics.show_workers(workers)
         self._metrics.gateways.set(len(self._gateways.statuses()))
         self._metrics.open_placements.set(len(self._load))
         self._metrics.waiting.set(len(self._room))
+        self._metrics.prefix_blocks.set(self.prefixes.num_hashes)
 
     async def _keep_time(self) -> None:
         while True:

@@ -35,6 +35,8 @@ class Reservation:
     blocks are in P's own report: then it is the decode worker too."""
     decode: WorkerKey
     prompt_tokens: int
+    new_tokens: int
+    """Of the prompt, those that are not cached where it is read."""
     projected_tokens: int
     """Prompt and assumed answer."""
     placed_at: float
@@ -73,6 +75,7 @@ class LoadBook:
             prefill=prefill,
             decode=decode,
             prompt_tokens=0 if path.is_held else request.num_prompt_tokens,
+            new_tokens=0 if path.is_held else request.num_prompt_tokens - path.num_cached_tokens,
             projected_tokens=request.num_prompt_tokens + min(request.max_new_tokens, self._projected_tokens),
             placed_at=now,
             expires_at=now + request.deadline_s + EXPIRY_MARGIN_S,
@@ -128,7 +131,7 @@ class LoadBook:
             if r.placed_at < oldest:
                 break
             if r.prefill in reports and r.placed_at >= reports[r.prefill][0]:
-                extras[r.prefill].queued_prompt_tokens += r.prompt_tokens
+                extras[r.prefill].queued_prompt_tokens += r.new_tokens
                 if r.prefill != r.decode:
                     extras[r.prefill].blocks += -(-r.prompt_tokens // reports[r.prefill][1])
                     extras[r.prefill].num_requests += 1

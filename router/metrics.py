@@ -40,6 +40,9 @@ class RouterMetrics:
         self.workers = Gauge(
             name("workers"), "Workers by state as judged", ["model", "role", "state"], registry=registry
         )
+        self.prefix_blocks = Gauge(
+            name("prefix_blocks"), "Different KV blocks that workers hold or are about to", registry=registry
+        )
         self.gateways = Gauge(name("gateways"), "Gateways that report", registry=registry)
         self._pools = set(pools)
         for model, role in self._pools:

@@ -10,31 +10,44 @@ from core.types import (
     WorkerState,
 )
 from router.load import LoadBook
-from router.policy import PolicySettings, Shortfall, Snapshot, decide, lack_of_path
+from router.policy import Path, PolicySettings, Shortfall, Snapshot, decide, lack_of_path
 from router.pools import PoolBook
+from router.prefix_index import PrefixIndex
 from router.registry import Registry
+
+CONFIRM_S = 5.0
+"""After the moment at which its prompt should be computed, a worker may take so long to report the blocks of it ..."""
+CONFIRM_FACTOR = 2.0
+"""... and so many times as long as predicted to compute it."""
 
 
 class Placer:
     """The shell around the pure policy."""
 
-    def __init__(self, *, registry: Registry, load: LoadBook, pools: PoolBook, settings: PolicySettings) -> None:
+    def __init__(
+        self, *, registry: Registry, load: LoadBook, prefixes: PrefixIndex, pools: PoolBook, settings: PolicySettings
+    ) -> None:
         self._registry = registry
         self._load = load
+        self._prefixes = prefixes
         self._pools = pools
         self._settings = settings
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, request: PlaceRequest | None = None) -> Snapshot:
         """Everything the policy may know now."""
         workers = self._registry.workers()
         wanted = {(pool.model, pool.role) for pool in self._pools.sizes() if pool.replicas > 0}
         present = {(w.registration.model.name, w.registration.role) for w in workers if w.state is not WorkerState.LOST}
-        return Snapshot(candidates=self._load.candidates(workers), pools=frozenset(wanted | present))
+        return Snapshot(
+            candidates=self._load.candidates(workers),
+            pools=frozenset(wanted | present),
+            overlaps=self._prefixes.overlaps(request.block_hashes) if request is not None else {},
+        )
 
     def place_now(self, request: PlaceRequest) -> Placement | Shortfall:
         """A placement with its reservation made, or what is missing. Raises ModelNotFound."""
         self.check_model(request.model)
-        choice = decide(request, self.snapshot(), self._settings)
+        choice = decide(request, self.snapshot(request), self._settings)
         if isinstance(choice, Shortfall):
             return choice
         path = choice.path
@@ -50,7 +63,15 @@ class Placer:
             reason=choice.reason,
         )
         self._load.reserve(placement.placement_id, request, path)
+        self._expect_prefix(request, path, placement.prediction.ttft_s)
         return placement
+
+    def _expect_prefix(self, request: PlaceRequest, path: Path, ttft_s: float) -> None:
+        """The prompt's blocks will be with both workers: a burst with one new prefix is not scattered."""
+        readers = (path.decode,) if path.prefill is None or path.is_held else (path.prefill, path.decode)
+        for worker in readers:
+            key = (worker.address.worker_id, worker.address.incarnation)
+            self._prefixes.expect(key, request.block_hashes, for_s=CONFIRM_FACTOR * ttft_s + CONFIRM_S)
 
     def check_model(self, name: str) -> None:
         """A model is known when it is configured (its workers may still come) or when a worker serves it."""

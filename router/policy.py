@@ -6,8 +6,8 @@ go to the path that was chosen least often, so that idle workers share the work.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
@@ -16,6 +16,11 @@ from core.types import Mode, PlaceRequest, Prediction, Role, WorkerAddress, Work
 
 SHORTAGE_COST = 4.0
 """Cost of blocks that are not free now, per pool size of missing blocks: waiting for room dominates."""
+WORK_COST = 2.0
+"""Cost of a token that is computed, over that of one that is waited for: whoever comes next waits for it too. So a
+request rather queues for a prefix than has it computed once more elsewhere, up to twice the wait."""
+MOVE_COST = 0.1
+"""Cost of a token whose KV is moved, over that of one that is computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +59,14 @@ class Snapshot:
     candidates: tuple[Candidate, ...]
     pools: frozenset[tuple[str, Role]] = frozenset()
     """(model, role) of every pool that should have workers, whether or not one is there now."""
+    overlaps: Mapping[tuple[WorkerId, Incarnation], int] = field(default_factory=dict)
+    """Blocks at the front of this request that a worker holds, or is about to; none where it is not named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySettings:
     mode: Literal["auto", "split", "local"] = "auto"
+    policy: Literal["prefix_aware", "round_robin"] = "prefix_aware"
     projected_tokens: int = 256
     """Answer length assumed when the caller allows more."""
 
@@ -70,6 +78,10 @@ class Reason(StrEnum):
     LEAST_LOADED = "least_loaded"
     LEAST_USED = "least_used"
     """Equal scores: the path that was chosen least often."""
+    CACHED_PREFIX = "cached_prefix"
+    """Without what its workers hold of the prompt another path would have been picked."""
+    ROUND_ROBIN = "round_robin"
+    """By setting, whatever load and caches say."""
     PAIR_EXCLUDED = "pair_excluded"
     """The hand-off of every pair had failed for this request: the decode worker prefills itself."""
     PAIR_BROKEN = "pair_broken"
@@ -102,6 +114,10 @@ class Path:
     decode: Candidate
     prefill: Candidate | None = None
     score: float
+    saved: float = 0.0
+    """Part of the score: what it would be lower by if the workers held nothing of the prompt."""
+    num_cached_tokens: int = 0
+    """Tokens of the prompt that whoever reads it need not compute."""
     is_held: bool = False
     """``prefill`` has nothing to compute: it holds what was asked with ``PlaceRequest.held``."""
 
@@ -154,22 +170,23 @@ def decide(request: PlaceRequest, snapshot: Snapshot, settings: PolicySettings) 
     excluded = set(request.excluded_pairs)
     whole = [(p, d) for p, d in pairs if _is_whole(p, d)]
     good = [(p, d) for p, d in whole if _pair_of(p, d) not in excluded]
-    scores = _Scores.of(usable, request, settings)
+    scores = _Scores.of(usable, request, snapshot, settings)
     holder = _holder(request, members)
     if holder is not None:
         readers = [d for d in decodes if d.format_hash == holder.format_hash and _is_whole(holder, d)]
         held = [scores.held(holder, d) for d in readers if _pair_of(holder, d) not in excluded]
         if held:
-            return _pick(request, held, reason=Reason.HELD)
+            return _pick(request, held, settings, reason=Reason.HELD)
     paths = [scores.split(p, d) for p, d in good] + [scores.local(c) for c in hosts]
     if paths:
-        return _pick(request, paths, reason=None)
+        return _pick(request, paths, settings)
     if pairs and settings.mode == "split":
-        return _pick(request, [scores.split(p, d) for p, d in whole or pairs], reason=Reason.ONLY_PAIR_LEFT)
+        left = [scores.split(p, d) for p, d in whole or pairs]
+        return _pick(request, left, settings, reason=Reason.ONLY_PAIR_LEFT)
     if pairs:
         ends = {d.address.worker_id: d for _, d in pairs}.values()
         reason = Reason.PAIR_EXCLUDED if len(whole) == len(pairs) else Reason.PAIR_BROKEN
-        return _pick(request, [scores.local(d) for d in ends], reason=reason)
+        return _pick(request, [scores.local(d) for d in ends], settings, reason=reason)
     return _shortfall(request, members, _needed_roles(request.model, snapshot, wants_split=wants_split))
 
 
@@ -201,10 +218,17 @@ def is_usable(candidate: Candidate, request: PlaceRequest) -> bool:
 # -- scores -----------------------------------------------------------------------------------------------------------
 
 
-def prefill_score(candidate: Candidate, num_tokens: int) -> float:
-    """Minus the steps until a prompt of ``num_tokens`` would be computed, and minus the blocks it lacks."""
-    steps = (candidate.queued_prompt_tokens + num_tokens) / candidate.max_step_tokens
+def prefill_score(candidate: Candidate, num_tokens: int, num_cached: int = 0) -> float:
+    """Minus the steps until a prompt of ``num_tokens`` would be computed (its own more than once, ``num_cached`` tokens
+    of it not at all), and minus the blocks it lacks."""
+    num_tokens_paid = candidate.queued_prompt_tokens + WORK_COST * (num_tokens - num_cached)
+    steps = num_tokens_paid / candidate.max_step_tokens
     return -(steps + SHORTAGE_COST * _shortage(candidate, num_tokens))
+
+
+def move_score(candidate: Candidate, num_tokens: int, num_cached: int = 0) -> float:
+    """Minus the cost of moving to a decode worker what it does not hold of a prompt."""
+    return -MOVE_COST * (num_tokens - num_cached) / candidate.max_step_tokens
 
 
 def decode_score(candidate: Candidate, num_tokens: int) -> float:
@@ -221,45 +245,107 @@ def _shortage(candidate: Candidate, num_tokens: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scores:
-    """Both scores of every usable worker, by id: paths share them."""
+    """All scores of every usable worker, by id: paths share them. ``saved`` is what a cached prefix is worth in one."""
 
+    num_cached: dict[WorkerId, int]
     reads: dict[WorkerId, float]
+    reads_saved: dict[WorkerId, float]
+    moves: dict[WorkerId, float]
+    moves_saved: dict[WorkerId, float]
     writes: dict[WorkerId, float]
 
     @classmethod
-    def of(cls, usable: Sequence[Candidate], request: PlaceRequest, settings: PolicySettings) -> "_Scores":
+    def of(
+        cls, usable: Sequence[Candidate], request: PlaceRequest, snapshot: Snapshot, settings: PolicySettings
+    ) -> "_Scores":
         num_tokens = request.num_prompt_tokens
         projected = num_tokens + min(request.max_new_tokens, settings.projected_tokens)
+        num_cached = {c.address.worker_id: _num_cached(c, num_tokens, snapshot) for c in usable}
+        reads, moves, reads_saved, moves_saved = {}, {}, {}, {}
+        for candidate in usable:
+            name = candidate.address.worker_id
+            reads[name] = prefill_score(candidate, num_tokens, num_cached[name])
+            moves[name] = move_score(candidate, num_tokens, num_cached[name])
+            num_steps_saved = num_cached[name] / candidate.max_step_tokens
+            reads_saved[name], moves_saved[name] = WORK_COST * num_steps_saved, MOVE_COST * num_steps_saved
         return cls(
-            reads={c.address.worker_id: prefill_score(c, num_tokens) for c in usable},
+            num_cached=num_cached,
+            reads=reads,
+            reads_saved=reads_saved,
+            moves=moves,
+            moves_saved=moves_saved,
             writes={c.address.worker_id: decode_score(c, projected) for c in usable},
         )
 
     def split(self, prefill: Candidate, decode: Candidate) -> Path:
-        score = self.reads[prefill.address.worker_id] + self.writes[decode.address.worker_id]
-        return Path(mode=Mode.SPLIT, prefill=prefill, decode=decode, score=score)
+        p, d = prefill.address.worker_id, decode.address.worker_id
+        return Path(
+            mode=Mode.SPLIT,
+            prefill=prefill,
+            decode=decode,
+            score=self.reads[p] + self.moves[d] + self.writes[d],
+            saved=self.reads_saved[p] + self.moves_saved[d],
+            num_cached_tokens=self.num_cached[p],
+        )
 
     def held(self, holder: Candidate, decode: Candidate) -> Path:
-        score = self.writes[decode.address.worker_id]
-        return Path(mode=Mode.SPLIT, prefill=holder, decode=decode, score=score, is_held=True)
+        d = decode.address.worker_id
+        return Path(
+            mode=Mode.SPLIT,
+            prefill=holder,
+            decode=decode,
+            score=self.moves[d] + self.writes[d],
+            saved=self.moves_saved[d],
+            is_held=True,
+        )
 
     def local(self, worker: Candidate) -> Path:
-        score = self.reads[worker.address.worker_id] + self.writes[worker.address.worker_id]
-        return Path(mode=Mode.LOCAL, decode=worker, score=score)
+        w = worker.address.worker_id
+        return Path(
+            mode=Mode.LOCAL,
+            decode=worker,
+            score=self.reads[w] + self.writes[w],
+            saved=self.reads_saved[w],
+            num_cached_tokens=self.num_cached[w],
+        )
+
+
+def _num_cached(candidate: Candidate, num_tokens: int, snapshot: Snapshot) -> int:
+    """One token at least is computed: the answer begins with what it says."""
+    num_blocks = snapshot.overlaps.get((candidate.address.worker_id, candidate.address.incarnation), 0)
+    return max(0, min(num_blocks * candidate.block_size, num_tokens - 1))
 
 
 # -- picking ----------------------------------------------------------------------------------------------------------
 
 
-def _pick(request: PlaceRequest, paths: Sequence[Path], *, reason: Reason | None) -> Choice:
-    ranked = sorted(paths, key=lambda path: (-path.score, path.num_placed, path.names))
+def _pick(
+    request: PlaceRequest, paths: Sequence[Path], settings: PolicySettings, *, reason: Reason | None = None
+) -> Choice:
+    if settings.policy == "round_robin":
+        ranked = sorted(paths, key=lambda path: (path.num_placed, path.names))
+    else:
+        ranked = sorted(paths, key=lambda path: _rank(path, path.score))
     best, second = ranked[0], ranked[1] if len(ranked) > 1 else None
     if reason is None:
-        if second is None:
-            reason = Reason.ONLY_PATH
-        else:
-            reason = Reason.LEAST_USED if second.score == best.score else Reason.LEAST_LOADED
+        reason = _reason(ranked, settings)
     return Choice(path=best, reason=reason, prediction=_predict(request, best), runner_up=second)
+
+
+def _rank(path: Path, score: float) -> tuple[float, int, tuple[str, str]]:
+    return -score, path.num_placed, path.names
+
+
+def _reason(ranked: Sequence[Path], settings: PolicySettings) -> Reason:
+    """Why the first of them, where no failure decided."""
+    best = ranked[0]
+    if len(ranked) == 1:
+        return Reason.ONLY_PATH
+    if settings.policy == "round_robin":
+        return Reason.ROUND_ROBIN
+    if best.saved > 0 and min(ranked, key=lambda path: _rank(path, path.score - path.saved)) is not best:
+        return Reason.CACHED_PREFIX
+    return Reason.LEAST_USED if ranked[1].score == best.score else Reason.LEAST_LOADED
 
 
 def _predict(request: PlaceRequest, path: Path) -> Prediction:
@@ -270,7 +356,7 @@ def _predict(request: PlaceRequest, path: Path) -> Prediction:
     if rate <= 0:
         return Prediction()
     wait_s = (path.prefill or path.decode).queued_prompt_tokens / rate
-    prefill_s = request.num_prompt_tokens / rate
+    prefill_s = (request.num_prompt_tokens - path.num_cached_tokens) / rate
     return Prediction(prefill_wait_s=wait_s, prefill_s=prefill_s, ttft_s=wait_s + prefill_s)
 
 

@@ -153,6 +153,11 @@ class Registry:
             member.heard_at, member.parted_at = self._clock.now(), None
         return True
 
+    def is_current(self, membership: Membership) -> bool:
+        """It is the newest stream of a worker that is known: what it says counts."""
+        member = self._members.get(membership.worker_id)
+        return member is not None and member.membership is membership
+
     def part(self, membership: Membership) -> None:
         """The membership's stream ended, however it did. Suspect at once, unless it has been replaced already."""
         member = self._members.get(membership.worker_id)

@@ -5,10 +5,11 @@ A router that is away changes nothing for running requests: the worker serves on
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 
 from core.errors import ServingError
+from core.ids import BlockHash
 from core.types import CommandKind, WorkerCommand, WorkerLoad, WorkerRegistration
 from engine.prefix_cache import CacheChanges
 from rpc.clients import RouterClient
@@ -16,11 +17,14 @@ from rpc.clients import RouterClient
 log = logging.getLogger(__name__)
 
 _BACKOFF_S = (0.1, 0.2, 0.5, 1.0)
+MAX_HASHES = 16_384
+"""Of cached blocks in one heartbeat, 0.3 MB on the wire: those of a large cache come in several, at once one after the
+other, so that neither a message nor the router's loop is filled by one worker."""
 
 
 class Membership:
     """Keeps the worker joined until cancelled. ``load`` is asked at every heartbeat, and ``cache_changes`` what became
-    of the prefix cache since the last one; the first heartbeat of a stream tells everything (argument true)."""
+    of the prefix cache since the last one; the first heartbeats of a stream tell everything (argument true)."""
 
     def __init__(
         self,
@@ -71,10 +75,24 @@ class Membership:
         while True:
             changes = self._cache_changes(is_first)
             is_first = False
-            yield replace(self._load(), stored_hashes=changes.stored, evicted_hashes=changes.evicted)
+            for stored, evicted in _parts(changes):
+                yield replace(self._load(), stored_hashes=stored, evicted_hashes=evicted)
             try:
                 async with asyncio.timeout(self._heartbeat_s):
                     await self._now.wait()
             except TimeoutError:
                 pass
             self._now.clear()
+
+
+def _parts(changes: CacheChanges) -> Iterator[tuple[tuple[BlockHash, ...], tuple[BlockHash, ...]]]:
+    """(stored, evicted) of each heartbeat, one at least. What was evicted comes first: there is room for what was
+    stored."""
+    stored, evicted = changes.stored, changes.evicted
+    while len(evicted) > MAX_HASHES:
+        yield (), evicted[:MAX_HASHES]
+        evicted = evicted[MAX_HASHES:]
+    room = MAX_HASHES - len(evicted)
+    yield stored[:room], evicted
+    for first in range(room, len(stored), MAX_HASHES):
+        yield stored[first : first + MAX_HASHES], ()

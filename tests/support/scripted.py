@@ -81,6 +81,8 @@ class ScriptedCluster:
         """Choices that D was told to give up alone."""
         self.reports: list[t.GatewayReport] = []
         self.usable: tuple[tuple[str, bool, str], ...] = (("m", True, ""),)
+        self.models: tuple[t.ModelRecord, ...] = ()
+        """What the router tells of them."""
         self.incarnations = {f"decode-{index}": index + 1 for index in range(script.num_decodes)}
         self.prefill_incarnation = 9
         self.closed_prefills: list[int] = []
@@ -147,7 +149,7 @@ class ScriptedCluster:
 
     async def report_gateway(self, report: t.GatewayReport) -> t.ClusterView:
         self.reports.append(report)
-        return t.ClusterView(models=(), usable=self.usable)
+        return t.ClusterView(models=self.models, usable=self.usable)
 
     async def close(self) -> None:
         self.is_closed = True

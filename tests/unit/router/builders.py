@@ -1,6 +1,6 @@
 """Short ways to say what a cell looks like."""
 
-from core.ids import GatewayId, HandoffId, Incarnation, RequestId, WorkerId
+from core.ids import BlockHash, GatewayId, HandoffId, Incarnation, RequestId, WorkerId
 from core.kv import BlockCounts
 from core.types import (
     GatewayReport,
@@ -50,10 +50,10 @@ def make_registration(
 
 
 def make_load(
-    state: WorkerState = WorkerState.READY, *, in_use: int = 0, total: int = 100, **counts: int
+    state: WorkerState = WorkerState.READY, *, in_use: int = 0, total: int = 100, **rest: object
 ) -> WorkerLoad:
     blocks = BlockCounts(total=total, custody=0, in_use=in_use, leased=0, cached=0, free=total - in_use)
-    return WorkerLoad(state=state, blocks=blocks, **counts)  # type: ignore[arg-type]
+    return WorkerLoad(state=state, blocks=blocks, **rest)  # type: ignore[arg-type]
 
 
 def make_request(
@@ -68,6 +68,7 @@ def make_request(
     excluded_workers: tuple[tuple[str, int], ...] = (),
     excluded_pairs: tuple[tuple[str, str], ...] = (),
     holder: WorkerAddress | None = None,
+    block_hashes: tuple[BlockHash, ...] = (),
 ) -> PlaceRequest:
     return PlaceRequest(
         request_id=RequestId(request_id),
@@ -75,6 +76,7 @@ def make_request(
         attempt=1,
         num_prompt_tokens=num_prompt_tokens,
         max_new_tokens=64,
+        block_hashes=block_hashes,
         gateway_id=GatewayId(gateway[0]),
         gateway_incarnation=Incarnation(gateway[1]),
         deadline_s=deadline_s,
@@ -84,6 +86,11 @@ def make_request(
         excluded_pairs=tuple((WorkerId(p), Incarnation(1), WorkerId(d), Incarnation(1)) for p, d in excluded_pairs),
         held=None if holder is None else HeldHandoff(handoff_id=HandoffId("held"), holder=holder),
     )
+
+
+def chain(name: str, length: int) -> tuple[BlockHash, ...]:
+    """Hashes of the first blocks of a prompt with this name."""
+    return tuple(BlockHash(f"{name}{number}".encode()) for number in range(length))
 
 
 def make_report(gateway_id: str = "g0", incarnation: int = 7, num_requests: int = 0) -> GatewayReport:

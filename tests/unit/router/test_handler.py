@@ -25,7 +25,7 @@ from core.types import (
     WorkerState,
 )
 from router.handler import RouterHandler
-from tests.unit.router.builders import MODEL, make_load, make_registration, make_report, make_request
+from tests.unit.router.builders import MODEL, chain, make_load, make_registration, make_report, make_request
 
 
 def make_config(**router: object) -> ClusterConfig:
@@ -371,3 +371,80 @@ async def test_an_end_for_an_unknown_placement_is_harmless(cell: Cell) -> None:
         PlacementEnd(placement_id=PlacementId("?"), request_id=RequestId("r"), attempt=1, outcome="ok")
     )
     assert cell.metric("placements_ended_total", outcome="ok") == 0
+
+
+# -- prefixes ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_prompt_goes_to_the_worker_that_said_it_holds_its_beginning(cell: Cell) -> None:
+    for name in ("u0", "u1", "u2"):
+        await cell.join(name, Role.UNIFIED)
+    await cell.workers[1].say(make_load(stored_hashes=chain("x", 5)))
+    for _ in range(3):
+        placement = await cell.handler.place(make_request(block_hashes=chain("x", 6)))
+        assert (placement.decode.worker_id, placement.reason) == ("u1", "cached_prefix")
+        end = PlacementEnd(placement_id=placement.placement_id, request_id=RequestId("r"), attempt=1, outcome="ok")
+        await cell.handler.end_placement(end)
+    await cell.workers[1].say(make_load(evicted_hashes=chain("x", 5)))
+    assert (await cell.handler.place(make_request(block_hashes=chain("x", 6)))).decode.worker_id != "u1"
+
+
+async def test_a_burst_with_a_new_prefix_is_not_scattered(cell: Cell) -> None:
+    """None of its blocks is reported yet."""
+    for name in ("u0", "u1", "u2", "u3"):
+        await cell.join(name, Role.UNIFIED)
+    for prefix in "xyz":
+        burst = []
+        for number in range(3):
+            hashes = (*chain(prefix, 19), *chain(f"{number}", 1))
+            burst.append(await cell.handler.place(make_request(num_prompt_tokens=320, block_hashes=hashes)))
+        assert len({placement.decode.worker_id for placement in burst}) == 1, burst
+
+
+async def test_what_an_operator_sees_is_not_every_block(cell: Cell) -> None:
+    worker = await cell.join("u0", Role.UNIFIED)
+    await worker.say(make_load(stored_hashes=chain("x", 5)))
+    status = await cell.handler.status()
+    assert status.workers[0].load.stored_hashes == ()
+
+
+async def test_a_restarted_router_knows_every_prefix_as_soon_as_its_workers_are_back() -> None:
+    """Whole from one round of heartbeats: what each holds comes with the first of a stream."""
+    held = {f"u{number}": chain(f"{number}-", 90) for number in range(4)}
+    for _ in range(2):
+        cell = Cell()
+        try:
+            for name, hashes in held.items():
+                worker = Worker(cell.handler, make_registration(name, 1, Role.UNIFIED))
+                cell.workers.append(worker)
+                await worker.say(make_load(stored_hashes=hashes[:50]))
+                await worker.say(make_load(stored_hashes=hashes[50:]))
+            for name, hashes in held.items():
+                placement = await cell.handler.place(make_request(num_prompt_tokens=1440, block_hashes=hashes))
+                assert placement.decode.worker_id == name
+        finally:
+            for worker in cell.workers:
+                await worker.vanish()
+            await cell.handler.close()
+
+
+async def test_a_worker_that_joins_again_tells_what_it_holds_now(cell: Cell) -> None:
+    await cell.join("u0", Role.UNIFIED)
+    await cell.join("u1", Role.UNIFIED)
+    await cell.workers[0].say(make_load(stored_hashes=chain("x", 5)))
+    again = Worker(cell.handler, make_registration("u0", 1, Role.UNIFIED))
+    cell.workers.append(again)
+    await again.say(make_load(stored_hashes=chain("y", 5)))
+    await cell.workers[0].say(make_load(stored_hashes=chain("x", 5)))  # of the stream before
+    assert cell.handler.prefixes.overlaps(chain("x", 5)) == {}
+    assert (await cell.handler.place(make_request(block_hashes=chain("y", 6)))).decode.worker_id == "u0"
+
+
+async def test_a_replaced_worker_leaves_no_prefix_behind(cell: Cell) -> None:
+    await cell.join("u0", Role.UNIFIED)
+    await cell.workers[0].say(make_load(stored_hashes=chain("x", 5)))
+    await cell.join("u0", Role.UNIFIED, incarnation=2)
+    cell.pass_time(0.1)
+    assert cell.handler.prefixes.overlaps(chain("x", 5)) == {}
+    cell.pass_time(0.1)
+    assert cell.metric("prefix_blocks") == 0

@@ -1,11 +1,13 @@
 """The policy over snapshots: examples, and law 6 as properties."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from core.ids import WorkerId
 from core.types import Mode, PlaceRequest, Role, WorkerState
 from router.policy import (
     Candidate,
@@ -18,6 +20,7 @@ from router.policy import (
     decide,
     decode_score,
     lack_of_path,
+    move_score,
     prefill_score,
 )
 from tests.unit.router.builders import MODEL, make_candidate, make_request
@@ -26,9 +29,15 @@ P, D, U = Role.PREFILL, Role.DECODE, Role.UNIFIED
 AUTO = PolicySettings()
 
 
-def snapshot(*candidates: Candidate, pools: tuple[Role, ...] = ()) -> Snapshot:
+def snapshot(*candidates: Candidate, pools: tuple[Role, ...] = (), **overlaps: int) -> Snapshot:
+    """``overlaps``: blocks of the request by worker."""
     present = {(c.model, c.role) for c in candidates}
-    return Snapshot(candidates=candidates, pools=frozenset(present | {(MODEL, role) for role in pools}))
+    incarnations = {c.address.worker_id: c.address.incarnation for c in candidates}
+    return Snapshot(
+        candidates=candidates,
+        pools=frozenset(present | {(MODEL, role) for role in pools}),
+        overlaps={(WorkerId(name), incarnations[WorkerId(name)]): blocks for name, blocks in overlaps.items()},
+    )
 
 
 def chosen(outcome: Choice | Shortfall) -> str:
@@ -203,6 +212,56 @@ def test_waiting_for_room_outweighs_a_longer_batch() -> None:
     assert chosen(decide(make_request(num_prompt_tokens=400), snapshot(full, busy), AUTO)) == "local:u1"
 
 
+@pytest.mark.parametrize("role", [P, U])
+def test_who_holds_the_prompts_beginning_reads_it(role: Role) -> None:
+    workers = [make_candidate("w0", role), make_candidate("w1", role, num_placed=9), make_candidate("d0", D)]
+    outcome = decide(make_request(num_prompt_tokens=1000), snapshot(*workers, w1=40), AUTO)
+    assert isinstance(outcome, Choice)
+    assert (outcome.path.prefill or outcome.path.decode).address.worker_id == "w1"
+    assert outcome.path.num_cached_tokens == 640
+    assert outcome.reason is Reason.CACHED_PREFIX
+
+
+def test_a_longer_queue_than_the_prefix_saves_sends_it_elsewhere() -> None:
+    def worker_for(queued: int) -> str:
+        busy = make_candidate("u1", U, queued_prompt_tokens=queued)
+        return chosen(
+            decide(make_request(num_prompt_tokens=1000), snapshot(make_candidate("u0", U), busy, u1=40), AUTO)
+        )
+
+    assert worker_for(1200) == "local:u1"
+    assert worker_for(1300) == "local:u0"
+
+
+def test_what_the_decode_worker_holds_need_not_be_moved() -> None:
+    workers = [make_candidate("p0", P), make_candidate("d0", D), make_candidate("d1", D, num_placed=9)]
+    outcome = decide(make_request(num_prompt_tokens=1000), snapshot(*workers, d1=40), AUTO)
+    assert chosen(outcome) == "split:p0>d1"
+    assert isinstance(outcome, Choice) and outcome.path.num_cached_tokens == 0, "it is computed all the same"
+
+
+def test_a_prompt_that_is_wholly_cached_leaves_a_token_to_compute() -> None:
+    outcome = decide(make_request(num_prompt_tokens=160), snapshot(make_candidate("u0", U), u0=10), AUTO)
+    assert isinstance(outcome, Choice) and outcome.path.num_cached_tokens == 159
+
+
+def test_the_prefix_is_no_reason_where_the_load_had_chosen_the_same() -> None:
+    workers = [make_candidate("u0", U), make_candidate("u1", U, queued_prompt_tokens=500)]
+    outcome = decide(make_request(num_prompt_tokens=500), snapshot(*workers, u0=10), AUTO)
+    assert isinstance(outcome, Choice) and outcome.reason is Reason.LEAST_LOADED
+
+
+def test_round_robin_takes_turns_whatever_is_held_and_queued() -> None:
+    settings = PolicySettings(policy="round_robin")
+    placed = Counter[str]()
+    for _ in range(12):
+        workers = [make_candidate(f"u{i}", U, num_placed=placed[f"u{i}"], queued_prompt_tokens=i) for i in range(4)]
+        outcome = decide(make_request(num_prompt_tokens=500), snapshot(*workers, u2=30), settings)
+        assert isinstance(outcome, Choice) and outcome.reason is Reason.ROUND_ROBIN
+        placed[outcome.path.decode.address.worker_id] += 1
+    assert set(placed.values()) == {3}
+
+
 def test_the_prediction_comes_from_the_measured_rate() -> None:
     prefill = make_candidate("p0", P, queued_prompt_tokens=400, prefill_tokens_per_s=200.0)
     outcome = decide(make_request(num_prompt_tokens=100), snapshot(prefill, make_candidate("d0")), AUTO)
@@ -311,6 +370,9 @@ def test_more_load_never_raises_a_score(
     assert decode_score(busier, num_tokens) <= decode_score(worker, num_tokens)
     assert prefill_score(worker, num_tokens + 1) <= prefill_score(worker, num_tokens)
     assert decode_score(worker, num_tokens + 1) <= decode_score(worker, num_tokens)
+    for num_cached in range(0, num_tokens, 500):
+        assert prefill_score(worker, num_tokens, num_cached) >= prefill_score(worker, num_tokens)
+        assert move_score(worker, num_tokens, num_cached) >= move_score(worker, num_tokens)
 
 
 @given(cell=cells_st, request=requests_st, settings=settings_st)

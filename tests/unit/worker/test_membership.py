@@ -16,7 +16,8 @@ from core.types import (
     WorkerState,
 )
 from engine.block_pool import BlockPool
-from worker.membership import Membership
+from engine.prefix_cache import CacheChanges
+from worker.membership import MAX_HASHES, Membership
 
 REGISTRATION = WorkerRegistration(
     worker_id=WorkerId("decode-0"),
@@ -93,6 +94,52 @@ async def test_a_new_stream_hears_everything_and_then_the_changes() -> None:
         membership.report_now()
         await next_load()
         assert await next_load() == (hashes("a", "c"), []) and len(router.streams) == 2
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_what_is_too_much_for_one_heartbeat_comes_in_several_at_once() -> None:
+    """A large cache fits no message, and the router should not wait for half a minute to hear of it."""
+    router = Router()
+    stored = tuple(BlockHash(number.to_bytes(16, "big")) for number in range(2 * MAX_HASHES + 5))
+    evicted = tuple(BlockHash(number.to_bytes(16, "little")) for number in range(1, MAX_HASHES + 3))
+    asked: list[bool] = []
+
+    def cache_changes(whole: bool) -> CacheChanges:
+        asked.append(whole)
+        return CacheChanges(stored=stored, evicted=() if whole else evicted)
+
+    membership = Membership(
+        router,  # type: ignore[arg-type]
+        REGISTRATION,
+        load=lambda: WorkerLoad(state=WorkerState.READY, blocks=BlockPool(1).counts()),
+        cache_changes=cache_changes,
+        on_command=lambda command: None,
+        heartbeat_s=60,
+    )
+    running = asyncio.create_task(membership.run())
+
+    async def loads(number: int) -> list[WorkerLoad]:
+        async with asyncio.timeout(10):
+            while not router.streams or len(router.streams[0]) < number:
+                await router.got.wait()
+                router.got.clear()
+        return router.streams[0][:number]
+
+    try:
+        first = await loads(3)
+        assert asked == [True]
+        assert sum((load.stored_hashes for load in first), ()) == stored
+        assert max(len(load.stored_hashes) for load in first) == MAX_HASHES
+        membership.report_now()
+        changes = (await loads(7))[3:]
+        assert asked == [True, False]
+        assert sum((load.evicted_hashes for load in changes), ()) == evicted
+        assert sum((load.stored_hashes for load in changes), ()) == stored
+        assert all(len(load.stored_hashes) + len(load.evicted_hashes) <= MAX_HASHES for load in changes)
+        told = [("-" * bool(load.evicted_hashes)) + ("+" * bool(load.stored_hashes)) for load in changes]
+        assert told == ["-", "-+", "+", "+"], "what was evicted first: there is room for what was stored"
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from core.types import ModelRecord
 from gateway.access.keys import KeyTerms, PriorityClass
 from tests.unit.gateway.access.conftest import ADMIN, NOON, OpenSite
 
@@ -156,11 +157,15 @@ async def test_a_tenant_sees_no_model_that_is_not_its_own(open_site: OpenSite) -
 
 async def test_tenants_have_salts_and_priorities_of_their_own(open_site: OpenSite) -> None:
     async with open_site() as site:
+        site.cluster.models = (ModelRecord(name="m", format_hash="f", block_size=2, max_context=64, vocab_size=512),)
+        await site.gateway.reporter.report()
         for tenant, more in (("a", {}), ("a", {}), ("b", {}), ("b", {"cache_salt": "x"}), ("a", {"cache_salt": "b"})):
             headers = await site.key(tenant, priority=PriorityClass.LOW if tenant == "b" else PriorityClass.NORMAL)
             assert (await site.ask(headers, **more)).status == 200
         requests = site.cluster.requests
+        firsts = [place.block_hashes[0] for place in site.cluster.places]
     assert [request.cache_salt for request in requests] == ["a/", "a/", "b/", "b/x", "a/b"]
+    assert firsts[0] == firsts[1] and len(set(firsts)) == 4, "the router too tells the tenants' prompts apart"
     assert [request.tenant for request in requests] == ["a", "a", "b", "b", "a"]
     assert [request.priority for request in requests] == [0, 0, 1 << 30, 1 << 30, 0]
 
