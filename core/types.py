@@ -6,6 +6,7 @@ All facts are frozen; progress lives in the one class of each process that owns 
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from core.costs import StepWork
 from core.ids import BlockHash, GatewayId, HandoffId, Incarnation, PlacementId, RequestId, WorkerId
 from core.kv import BlockCounts
 
@@ -454,6 +455,35 @@ class WorkerRegistration:
     max_sequences: int
     max_step_tokens: int
     transfer_backend: str
+    max_mixed_tokens: int = 0
+    """Prompt tokens of a step in which answers advance too; 0 says that there is no such limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSample:
+    """One step and how long it took on the step thread; nobody's waiting is in it."""
+
+    work: StepWork
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffSample:
+    """One hand-off that a decode worker took, by its clock."""
+
+    prefill: tuple[WorkerId, Incarnation]
+    num_bytes: int
+    """Still to move when the grant was there."""
+    seconds: float
+    """From the grant until the sequence could run, without the wait for the transfer thread."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostSamples:
+    """What a worker measured since its last heartbeat: some of it, the latest of each kind."""
+
+    steps: tuple[StepSample, ...] = ()
+    handoffs: tuple[HandoffSample, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -485,6 +515,7 @@ class WorkerLoad:
     """Prefill workers from which this worker takes nothing now: their hand-offs failed in a row."""
     stored_hashes: tuple[BlockHash, ...] = ()
     evicted_hashes: tuple[BlockHash, ...] = ()
+    samples: CostSamples = CostSamples()
 
 
 class CommandKind(StrEnum):

@@ -147,6 +147,13 @@ class Admission:
             num_cached_tokens=sequence.num_cached if sequence is not None and is_local else 0,
         )
 
+    def exposed_transfer(self) -> tuple[int, float]:
+        """(bytes, seconds) of the hand-off behind its grant: what the prefill did not hide. Of a running admission."""
+        assert self.fetch is not None
+        total_s = self.marks[AdmissionState.RUNNING] - self.marks[AdmissionState.FETCHING]
+        wait_s = self._split_fetch(max(0.0, self.marks["arrived"] - self.marks[AdmissionState.FETCHING]))[0]
+        return self.fetch.num_bytes - self.fetch.early_bytes, max(0.0, total_s - wait_s)
+
     def _split_fetch(self, total_s: float) -> tuple[float, float, float, float]:
         """The time from the grant to the result in wait, post, move and slot read, by what the transfer thread
         measured. What it did not see is wait: it was not at it yet, or this loop was not."""

@@ -94,7 +94,8 @@ class DecodeRole:
         return replace(
             load,
             num_waiting=load.num_waiting + len(queued),
-            queued_prompt_tokens=sum(a.num_tokens for a in queued if a.asked.mode is Mode.LOCAL),
+            queued_prompt_tokens=load.queued_prompt_tokens
+            + sum(a.num_tokens for a in queued if a.asked.mode is Mode.LOCAL),
             num_transfers=stats.num_active,
             kv_bytes_received=stats.bytes_received,
             broken_pairs=self._context.pairs.broken(),
@@ -254,6 +255,8 @@ class DecodeRole:
                     admission.sequences, firsts = await self._intake.fetch(admission)
                 admission.unfinished = {sequence.key.choice for sequence in admission.sequences}
                 admission.enter(AdmissionState.RUNNING)
+                if admission.fetch is not None and asked.prefill is not None:
+                    context.samples.add_handoff(asked.prefill, *admission.exposed_transfer())
                 for first in firsts:
                     self._send_first(admission, first)
                 leader, *others = admission.sequences

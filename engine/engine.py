@@ -13,8 +13,9 @@ detached (then they are the caller's, who may lease them before freeing) or remo
 
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from core.costs import StepWork
 from core.errors import InternalError, InvalidRequest, ServingError
 from core.ids import BlockHash
 from core.kv import KVGeometry, MemoryRegion, hash_blocks
@@ -31,7 +32,7 @@ from engine.kv_cache import KVCache
 from engine.mock import MockExecution
 from engine.model.decoder import Decoder
 from engine.sampler import Sampled
-from engine.scheduler import Chunk, Limits, Scheduler
+from engine.scheduler import Chunk, Limits, Scheduler, work_of
 from engine.sequence import Sequence, SequenceKey, SequenceState
 from engine.stopping import finish_of
 from modelfiles.model import ModelFiles
@@ -100,6 +101,8 @@ class StepResult:
 
     outputs: tuple[SequenceOutput, ...] = ()
     num_tokens: int = 0
+    work: StepWork = field(default_factory=StepWork)
+    """What its time depended on."""
     preempted: tuple[Sequence, ...] = ()
     """They start over in other blocks, before this pass."""
     leased: tuple[LeasedBlocks, ...] = ()
@@ -274,6 +277,7 @@ class Engine:
         return StepResult(
             outputs=tuple(outputs),
             num_tokens=sum(chunk.num_tokens for chunk in schedule.chunks),
+            work=work_of(schedule.chunks),
             preempted=schedule.preempted,
             leased=tuple(leased),
         )

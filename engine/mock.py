@@ -20,13 +20,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from core.costs import StepCosts, StepWork
+from core.costs import StepCosts
 from core.kv import KVFormat
 from engine.execution import Computed
 from engine.kv_cache import KVCache, KVShape
 from engine.prompt_scores import score_prompts
 from engine.sampler import Sampled, gumbel, sample, sampling_key
-from engine.scheduler import Chunk
+from engine.scheduler import Chunk, work_of
 from engine.sequence import Sequence
 from modelfiles.model import ModelFiles
 
@@ -174,24 +174,6 @@ class MockExecution:
             for position in range(chunk.start, chunk.end)
         ]
         score_prompts(self._scores, torch.tensor(contexts), chunks, 1)
-
-
-def work_of(chunks: Seq[Chunk]) -> StepWork:
-    """A chunk of one token behind its sequence's prompt is a decode row; all others are prompt."""
-    num_prompt = num_pairs = num_rows = num_positions = 0
-    for chunk in chunks:
-        if chunk.num_tokens == 1 and chunk.start >= chunk.sequence.num_prompt_tokens:
-            num_rows += 1
-            num_positions += chunk.end
-        else:
-            num_prompt += chunk.num_tokens
-            num_pairs += chunk.num_tokens * (chunk.start + chunk.end + 1) // 2
-    return StepWork(
-        num_prompt_tokens=num_prompt,
-        num_prompt_pairs=num_pairs,
-        num_decode_rows=num_rows,
-        num_decode_positions=num_positions,
-    )
 
 
 def _is_plain(sequence: Sequence) -> bool:

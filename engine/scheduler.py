@@ -21,9 +21,11 @@ Everything goes by *rank*: arrival under the policy ``fcfs``, priority (lower fi
 """
 
 from bisect import insort
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from core.costs import StepWork
 from core.errors import OutOfBlocks, ServingError
 from engine.block_pool import BlockPool, Reservation
 from engine.block_table import BlockTables
@@ -274,6 +276,25 @@ class Scheduler:
         self._tables.give_back(sequence, is_broken=is_broken)
         if self._claim is not None and self._claim[0] is sequence:
             self._drop_claim()
+
+
+def work_of(chunks: Iterable[Chunk]) -> StepWork:
+    """What a step of these computes. A chunk of one token behind its sequence's prompt is a decode row; all others are
+    prompt."""
+    num_prompt = num_pairs = num_rows = num_positions = 0
+    for chunk in chunks:
+        if chunk.num_tokens == 1 and chunk.start >= chunk.sequence.num_prompt_tokens:
+            num_rows += 1
+            num_positions += chunk.end
+        else:
+            num_prompt += chunk.num_tokens
+            num_pairs += chunk.num_tokens * (chunk.start + chunk.end + 1) // 2
+    return StepWork(
+        num_prompt_tokens=num_prompt,
+        num_prompt_pairs=num_pairs,
+        num_decode_rows=num_rows,
+        num_decode_positions=num_positions,
+    )
 
 
 def _promised_blocks(sequence: Sequence) -> int:

@@ -27,6 +27,7 @@ from core.types import (
     WorkerRegistration,
 )
 from router.admin import Admin, RecordRing
+from router.cost_book import CostBook
 from router.gateways import GatewayBook
 from router.load import LoadBook
 from router.metrics import RouterMetrics
@@ -60,6 +61,7 @@ class RouterHandler:
         self._gateways = GatewayBook(clock, timeout_s=settings.heartbeat_timeout_s)
         self._load = LoadBook(clock, projected_tokens=config.worker.projected_tokens)
         self.prefixes = PrefixIndex(clock)
+        self._costs = CostBook()
         self._pools = PoolBook(config.models)
         self._records = RecordRing(settings.max_records)
         self._placer = Placer(
@@ -67,6 +69,7 @@ class RouterHandler:
             load=self._load,
             prefixes=self.prefixes,
             pools=self._pools,
+            costs=self._costs,
             settings=PolicySettings(
                 mode=settings.mode, policy=settings.policy, projected_tokens=config.worker.projected_tokens
             ),
@@ -162,7 +165,7 @@ class RouterHandler:
     ) -> AsyncGenerator[WorkerCommand, None]:
         """One worker's stream, from its registration until either side ends it. Raises StaleIncarnation."""
         commands: Commands = asyncio.Queue()
-        stream = _WorkerStream(self._join(registration, commands))
+        stream = _WorkerStream(registration, self._join(registration, commands))
         reader = self._tasks.spawn(self._read(stream, messages, commands), name=f"worker-{registration.worker_id}")
         try:
             yield WorkerCommand(kind=CommandKind.JOINED)
@@ -185,10 +188,12 @@ class RouterHandler:
         try:
             async for message in messages:
                 if isinstance(message, WorkerRegistration):
-                    stream.membership = self._join(message, commands)
+                    stream.registration, stream.membership = message, self._join(message, commands)
                 elif not self._hear(stream.membership, message):
                     reason = "the router does not know this worker any more"
                     commands.put_nowait(WorkerCommand(kind=CommandKind.REREGISTER, reason=reason))
+                else:
+                    self._costs.learn(stream.registration, message.samples)
                 self._after_change()
         except ServingError as error:
             commands.put_nowait(error)
@@ -254,6 +259,7 @@ class RouterHandler:
         self._load.expire(alive)
         self.prefixes.keep_only(alive)
         self.prefixes.sweep()
+        self._costs.expire(alive)
         self._after_change()
         self._room.tick()
         self._metrics.show_workers(workers)
@@ -289,7 +295,8 @@ class RouterHandler:
 class _WorkerStream:
     """The membership that a stream speaks for: a re-registration on the same stream replaces it."""
 
-    __slots__ = ("membership",)
+    __slots__ = ("membership", "registration")
 
-    def __init__(self, membership: Membership) -> None:
+    def __init__(self, registration: WorkerRegistration, membership: Membership) -> None:
+        self.registration = registration
         self.membership = membership

@@ -9,6 +9,7 @@ from core.types import (
     PlaceRequest,
     WorkerState,
 )
+from router.cost_book import CostBook
 from router.load import LoadBook
 from router.policy import Path, PolicySettings, Shortfall, Snapshot, decide, lack_of_path
 from router.pools import PoolBook
@@ -25,11 +26,19 @@ class Placer:
     """The shell around the pure policy."""
 
     def __init__(
-        self, *, registry: Registry, load: LoadBook, prefixes: PrefixIndex, pools: PoolBook, settings: PolicySettings
+        self,
+        *,
+        registry: Registry,
+        load: LoadBook,
+        prefixes: PrefixIndex,
+        costs: CostBook,
+        pools: PoolBook,
+        settings: PolicySettings,
     ) -> None:
         self._registry = registry
         self._load = load
         self._prefixes = prefixes
+        self._costs = costs
         self._pools = pools
         self._settings = settings
 
@@ -42,6 +51,7 @@ class Placer:
             candidates=self._load.candidates(workers),
             pools=frozenset(wanted | present),
             overlaps=self._prefixes.overlaps(request.block_hashes) if request is not None else {},
+            costs=self._costs.costs(),
         )
 
     def place_now(self, request: PlaceRequest) -> Placement | Shortfall:

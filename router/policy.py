@@ -13,6 +13,7 @@ from typing import Literal
 
 from core.ids import GatewayId, Incarnation, RequestId, WorkerId
 from core.types import Mode, PlaceRequest, Prediction, Role, WorkerAddress, WorkerState
+from router.costs import Costs
 
 SHORTAGE_COST = 4.0
 """Cost of blocks that are not free now, per pool size of missing blocks: waiting for room dominates."""
@@ -61,6 +62,7 @@ class Snapshot:
     """(model, role) of every pool that should have workers, whether or not one is there now."""
     overlaps: Mapping[tuple[WorkerId, Incarnation], int] = field(default_factory=dict)
     """Blocks at the front of this request that a worker holds, or is about to; none where it is not named."""
+    costs: Costs = field(default_factory=Costs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

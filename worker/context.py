@@ -19,6 +19,7 @@ from kvtransfer.digest import Digester
 from kvtransfer.pairs import Pairs
 from rpc.server import RpcServer
 from worker.choices import check_choices
+from worker.samples import SampleLog
 from worker.step_thread import StepThread
 
 
@@ -42,6 +43,8 @@ class WorkerContext:
     """Called when something that the worker cannot do without has failed: it ends, and is restarted."""
     pairs: Pairs = field(default_factory=Pairs)
     """What became of hand-offs with each peer."""
+    samples: SampleLog = field(default_factory=SampleLog)
+    """What steps and hand-offs took."""
     is_draining: bool = False
 
     @property

@@ -213,6 +213,7 @@ class Worker:
             self._registration(address, http_address),
             load=self.load,
             cache_changes=lambda whole: context.engine.pool.take_changes(whole=whole),
+            take_samples=context.samples.take,
             on_command=self._on_command,
             heartbeat_s=context.config.router.heartbeat_s,
         )
@@ -293,6 +294,8 @@ class Worker:
 
     def _take_step(self, result: StepResult, started_at: float, ended_at: float) -> None:
         self.metrics.observe_step(result, ended_at - started_at)
+        if result.num_tokens:
+            self.context.samples.add_step(result.work, ended_at - started_at)
         self.role.on_step(result, started_at, ended_at)
 
     def _on_death(self, error: Exception) -> None:
@@ -314,6 +317,7 @@ class Worker:
                 state=self.state,
                 num_running=counters.num_running,
                 num_waiting=counters.num_waiting,
+                queued_prompt_tokens=counters.queued_prompt_tokens,
                 blocks=engine.pool.counts(),
                 prompt_tokens_computed=counters.prompt_tokens_computed,
                 tokens_generated=counters.tokens_generated,
@@ -345,6 +349,7 @@ class Worker:
             max_sequences=limits.max_sequences,
             max_step_tokens=limits.max_step_tokens,
             transfer_backend=context.config.transfer.backend,
+            max_mixed_tokens=context.pool_config.max_mixed_tokens,
         )
 
     def _why_not_ready(self) -> str | None:

@@ -181,7 +181,7 @@ class Label(_message.Message):
     def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
 
 class WorkerRegistration(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "model", "revision", "address", "http_address", "pid", "hostname", "labels", "num_blocks", "block_bytes", "max_sequences", "max_step_tokens", "transfer_backend")
+    __slots__ = ("worker_id", "incarnation", "role", "model", "revision", "address", "http_address", "pid", "hostname", "labels", "num_blocks", "block_bytes", "max_sequences", "max_step_tokens", "transfer_backend", "max_mixed_tokens")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -197,6 +197,7 @@ class WorkerRegistration(_message.Message):
     MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     MAX_STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_BACKEND_FIELD_NUMBER: _ClassVar[int]
+    MAX_MIXED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
     role: _common_pb2.Role
@@ -212,7 +213,8 @@ class WorkerRegistration(_message.Message):
     max_sequences: int
     max_step_tokens: int
     transfer_backend: str
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., model: _Optional[_Union[ModelRecord, _Mapping]] = ..., revision: _Optional[str] = ..., address: _Optional[str] = ..., http_address: _Optional[str] = ..., pid: _Optional[int] = ..., hostname: _Optional[str] = ..., labels: _Optional[_Iterable[_Union[Label, _Mapping]]] = ..., num_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., transfer_backend: _Optional[str] = ...) -> None: ...
+    max_mixed_tokens: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., model: _Optional[_Union[ModelRecord, _Mapping]] = ..., revision: _Optional[str] = ..., address: _Optional[str] = ..., http_address: _Optional[str] = ..., pid: _Optional[int] = ..., hostname: _Optional[str] = ..., labels: _Optional[_Iterable[_Union[Label, _Mapping]]] = ..., num_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., transfer_backend: _Optional[str] = ..., max_mixed_tokens: _Optional[int] = ...) -> None: ...
 
 class BlockCounts(_message.Message):
     __slots__ = ("total", "custody", "in_use", "leased", "cached", "free", "reserved")
@@ -240,8 +242,46 @@ class BackendBytes(_message.Message):
     num_bytes: int
     def __init__(self, backend: _Optional[str] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
+class StepWork(_message.Message):
+    __slots__ = ("num_prompt_tokens", "num_prompt_pairs", "num_decode_rows", "num_decode_positions")
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_PAIRS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DECODE_ROWS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DECODE_POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    num_prompt_tokens: int
+    num_prompt_pairs: int
+    num_decode_rows: int
+    num_decode_positions: int
+    def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_prompt_pairs: _Optional[int] = ..., num_decode_rows: _Optional[int] = ..., num_decode_positions: _Optional[int] = ...) -> None: ...
+
+class StepSample(_message.Message):
+    __slots__ = ("work", "seconds")
+    WORK_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    work: StepWork
+    seconds: float
+    def __init__(self, work: _Optional[_Union[StepWork, _Mapping]] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class HandoffSample(_message.Message):
+    __slots__ = ("prefill", "num_bytes", "seconds")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    prefill: WorkerRef
+    num_bytes: int
+    seconds: float
+    def __init__(self, prefill: _Optional[_Union[WorkerRef, _Mapping]] = ..., num_bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class CostSamples(_message.Message):
+    __slots__ = ("steps", "handoffs")
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    HANDOFFS_FIELD_NUMBER: _ClassVar[int]
+    steps: _containers.RepeatedCompositeFieldContainer[StepSample]
+    handoffs: _containers.RepeatedCompositeFieldContainer[HandoffSample]
+    def __init__(self, steps: _Optional[_Iterable[_Union[StepSample, _Mapping]]] = ..., handoffs: _Optional[_Iterable[_Union[HandoffSample, _Mapping]]] = ...) -> None: ...
+
 class WorkerLoad(_message.Message):
-    __slots__ = ("state", "num_running", "num_waiting", "queued_prompt_tokens", "blocks", "num_leases", "held_bytes", "num_transfers", "kv_bytes_received", "kv_bytes_sent", "prompt_tokens_computed", "tokens_generated", "num_steps", "busy_s", "stored_hashes", "evicted_hashes", "broken_pairs", "prompt_tokens_refetched")
+    __slots__ = ("state", "num_running", "num_waiting", "queued_prompt_tokens", "blocks", "num_leases", "held_bytes", "num_transfers", "kv_bytes_received", "kv_bytes_sent", "prompt_tokens_computed", "tokens_generated", "num_steps", "busy_s", "stored_hashes", "evicted_hashes", "broken_pairs", "prompt_tokens_refetched", "samples")
     STATE_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -260,6 +300,7 @@ class WorkerLoad(_message.Message):
     EVICTED_HASHES_FIELD_NUMBER: _ClassVar[int]
     BROKEN_PAIRS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_REFETCHED_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
     state: WorkerState
     num_running: int
     num_waiting: int
@@ -278,7 +319,8 @@ class WorkerLoad(_message.Message):
     evicted_hashes: _containers.RepeatedScalarFieldContainer[bytes]
     broken_pairs: _containers.RepeatedCompositeFieldContainer[WorkerRef]
     prompt_tokens_refetched: int
-    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., num_leases: _Optional[int] = ..., held_bytes: _Optional[int] = ..., num_transfers: _Optional[int] = ..., kv_bytes_received: _Optional[_Iterable[_Union[BackendBytes, _Mapping]]] = ..., kv_bytes_sent: _Optional[_Iterable[_Union[BackendBytes, _Mapping]]] = ..., prompt_tokens_computed: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., num_steps: _Optional[int] = ..., busy_s: _Optional[float] = ..., stored_hashes: _Optional[_Iterable[bytes]] = ..., evicted_hashes: _Optional[_Iterable[bytes]] = ..., broken_pairs: _Optional[_Iterable[_Union[WorkerRef, _Mapping]]] = ..., prompt_tokens_refetched: _Optional[int] = ...) -> None: ...
+    samples: CostSamples
+    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., num_leases: _Optional[int] = ..., held_bytes: _Optional[int] = ..., num_transfers: _Optional[int] = ..., kv_bytes_received: _Optional[_Iterable[_Union[BackendBytes, _Mapping]]] = ..., kv_bytes_sent: _Optional[_Iterable[_Union[BackendBytes, _Mapping]]] = ..., prompt_tokens_computed: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., num_steps: _Optional[int] = ..., busy_s: _Optional[float] = ..., stored_hashes: _Optional[_Iterable[bytes]] = ..., evicted_hashes: _Optional[_Iterable[bytes]] = ..., broken_pairs: _Optional[_Iterable[_Union[WorkerRef, _Mapping]]] = ..., prompt_tokens_refetched: _Optional[int] = ..., samples: _Optional[_Union[CostSamples, _Mapping]] = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
     __slots__ = ("registration", "load")

@@ -9,8 +9,8 @@ import pytest
 
 from core.costs import StepCosts
 from engine.engine import Engine, EngineConfig
-from engine.mock import MockExecution, Pace, work_of
-from engine.scheduler import Chunk
+from engine.mock import MockExecution, Pace
+from engine.scheduler import Chunk, work_of
 from engine.sequence import Sequence
 from tests.support.engine_runs import make_sequence, run
 from tests.support.random_llama import RandomLlama

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from core.ids import BlockHash, Incarnation, WorkerId
 from core.types import (
     CommandKind,
+    CostSamples,
     ModelRecord,
     Role,
     WorkerCommand,
@@ -68,6 +69,7 @@ async def test_a_new_stream_hears_everything_and_then_the_changes() -> None:
         REGISTRATION,
         load=lambda: WorkerLoad(state=WorkerState.READY, blocks=pool.counts()),
         cache_changes=lambda whole: pool.take_changes(whole=whole),
+        take_samples=CostSamples,
         on_command=lambda command: None,
         heartbeat_s=60,
     )
