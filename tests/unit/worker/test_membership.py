@@ -117,6 +117,7 @@ async def test_what_is_too_much_for_one_heartbeat_comes_in_several_at_once() -> 
         REGISTRATION,
         load=lambda: WorkerLoad(state=WorkerState.READY, blocks=BlockPool(1).counts()),
         cache_changes=cache_changes,
+        take_samples=CostSamples,
         on_command=lambda command: None,
         heartbeat_s=60,
     )
