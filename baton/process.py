@@ -52,13 +52,10 @@ def _worker(options: argparse.Namespace, config: ClusterConfig) -> Coroutine[Any
     if role not in model.pools:
         raise ConfigError(f"model {model.name!r} has no {role} pool; pools: {', '.join(model.pools)}")
     set_worker_environment(model.pools[role].num_threads)
-    if role is Role.PREFILL:
-        import prefill_worker.process as prefill
+    from baton.roles import make_role
+    from worker.lives import run_worker
 
-        return prefill.run(config, model, worker_id=options.worker_id, announce=announce)
-    import decode_worker.process as decode
-
-    return decode.run(config, model, role, worker_id=options.worker_id, announce=announce)
+    return run_worker(config, model, role, worker_id=options.worker_id, announce=announce, make_role=make_role)
 
 
 def _config(options: argparse.Namespace) -> ClusterConfig:

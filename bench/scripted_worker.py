@@ -62,6 +62,12 @@ class ScriptedWorker:
     async def drain(self, worker_id: str, reason: str) -> None:
         raise NotImplementedError
 
+    async def flip(self, worker_id: str, reason: str) -> tuple[t.PoolSize, ...]:
+        raise NotImplementedError
+
+    async def report_pools(self, report: t.LauncherReport) -> tuple[t.PoolSize, ...]:
+        raise NotImplementedError
+
     async def scale(self, pools: tuple[t.PoolSize, ...]) -> tuple[t.PoolSize, ...]:
         raise NotImplementedError
 

@@ -513,6 +513,10 @@ class WorkerLoad:
     """Seconds spent in steps."""
     broken_pairs: tuple[tuple[WorkerId, Incarnation], ...] = ()
     """Prefill workers from which this worker takes nothing now: their hand-offs failed in a row."""
+    next_role: Role | None = None
+    """Draining: the role that it takes afterwards, in the same process. None: it leaves."""
+    drain_left_s: float | None = None
+    """Draining: until what is unfinished is handed back."""
     stored_hashes: tuple[BlockHash, ...] = ()
     evicted_hashes: tuple[BlockHash, ...] = ()
     samples: CostSamples = CostSamples()
@@ -522,6 +526,9 @@ class CommandKind(StrEnum):
     JOINED = "joined"
     """The first command: the registration was taken."""
     DRAIN = "drain"
+    """Finish, then leave."""
+    FLIP = "flip"
+    """Finish, then serve as a worker of another role: a new incarnation in the same process."""
     REREGISTER = "reregister"
     """The router does not know this worker (any more): send the registration again."""
 
@@ -532,6 +539,8 @@ class WorkerCommand:
 
     kind: CommandKind
     reason: str = ""
+    role: Role | None = None
+    """Of a flip: the role to take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -543,6 +552,15 @@ class WorkerStatus:
     state: WorkerState
     """The router's judgement."""
     heartbeat_age_s: float
+    next_role: Role | None = None
+    """As asked for or as the worker says: the role that it takes after its drain."""
+
+    @property
+    def final_role(self) -> Role | None:
+        """Of the pool in which it will be once what was asked of it is done; None: in no pool."""
+        if self.state is WorkerState.DRAINING:
+            return self.next_role
+        return self.registration.role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -551,6 +569,8 @@ class PoolStatus:
     role: Role
     desired: int
     ready: int
+    problem: str = ""
+    """Why the launcher cannot bring it to its size, in its words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -585,6 +605,26 @@ class PoolSize:
     model: str
     role: Role
     replicas: int
+    age_s: float | None = None
+    """How long ago somebody said so; None: nobody did, it is the configuration's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolProblem:
+    """Why a pool does not come to its size."""
+
+    model: str
+    role: Role
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LauncherReport:
+    """What a launcher tells the router: the sizes it was told last, which a restarted router has forgotten, and what
+    it cannot do."""
+
+    pools: tuple[PoolSize, ...]
+    problems: tuple[PoolProblem, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

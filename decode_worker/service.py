@@ -101,6 +101,12 @@ class DecodeRole:
             broken_pairs=self._context.pairs.broken(),
         )
 
+    def begin_drain(self) -> None:
+        """Whoever waits for room has nothing here: another worker may have room now."""
+        draining = WorkerDraining(f"{self._context.worker_id} is draining", worker_id=self._context.worker_id)
+        if self._queue:
+            self._scope.spawn(self._end_all(list(self._queue), draining), name="drain-queue")
+
     def is_idle(self) -> bool:
         return not self._admissions and self._transfers.stats().num_active == 0
 

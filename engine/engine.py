@@ -127,10 +127,14 @@ class Engine:
             if config.costs is None
             else MockExecution(config.costs, self.cache, files)
         )
-        self.pool = BlockPool(self.limits.num_blocks)
         self.grammars = Grammars(
             files.tokenizer(), vocab_size=self.limits.vocab_size, eos_token_ids=files.config.eos_token_ids
         )
+        self._begin(config)
+
+    def _begin(self, config: EngineConfig) -> None:
+        """What a run of the engine changes."""
+        self.pool = BlockPool(self.limits.num_blocks)
         self._totals = EngineCounters()
         self._is_caching = config.prefix_cache
         self._tables = BlockTables(
@@ -157,6 +161,15 @@ class Engine:
         weights = model or Decoder(files, max_context=self.limits.max_context, dtype=dtype)
         assert weights.dtype == dtype, "shared weights are of one dtype"
         return ForwardPass(weights, self.cache, invariant=config.invariant)
+
+    def renew(self, config: EngineConfig) -> None:
+        """As if newly built on the same files, memory and weights: no sequence, no block in use, nothing cached, totals
+        from zero. Only what a scheduler chooses within may differ in ``config``. No other thread may use the engine
+        meanwhile, and nothing may still write to its memory."""
+        assert self.pool.counts().is_idle() and not self._sequences, "a run ends before the next one begins"
+        assert config.max_sequences <= config.max_step_tokens, "as resolved for another pool of the same model"
+        self.limits = replace(self.limits, max_sequences=config.max_sequences, max_step_tokens=config.max_step_tokens)
+        self._begin(config)
 
     def close(self) -> None:
         """End what the engine runs beside its steps. No step may follow."""

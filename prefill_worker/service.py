@@ -19,7 +19,17 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from core.errors import Cancelled, ContextTooLong, DeadlineExceeded, LeaseExpired, OutOfBlocks, QueueFull, WorkerLost
+from core.errors import (
+    Cancelled,
+    ContextTooLong,
+    DeadlineExceeded,
+    LeaseExpired,
+    OutOfBlocks,
+    QueueFull,
+    ServingError,
+    WorkerDraining,
+    WorkerLost,
+)
 from core.handoff import PeerInfo, ToHolder, ToReader
 from core.ids import HandoffId, RequestId
 from core.spans import Span
@@ -61,7 +71,7 @@ class _Attempt:
     span: Span
     has_room: bool = False
     is_held: bool = False
-    abort_reason: str = ""
+    abort_error: ServingError | None = None
 
 
 class PrefillRole:
@@ -116,12 +126,16 @@ class PrefillRole:
             kv_bytes_sent=((self._context.config.transfer.backend, self.exports.sent_bytes),),
         )
 
+    def begin_drain(self) -> None:
+        """Prompts that wait are read still: they are here, and their decode workers wait for them."""
+
     def is_idle(self) -> bool:
         return not self._attempts and self.exports.is_idle()
 
     async def stop(self) -> None:
+        worker_id = self._context.worker_id
         for key in list(self._attempts):
-            await self._abort(key, "the prefill worker is stopping")
+            await self._abort(key, WorkerDraining(f"{worker_id} is stopping", worker_id=worker_id))
         await self.exports.close()
         await self._scope.join(_ENDING_S)  # what is being held or discarded gives its blocks back
         await self._scope.close()
@@ -165,8 +179,8 @@ class PrefillRole:
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed during prefill") from None
         except asyncio.CancelledError:
-            if attempt.abort_reason:
-                raise Cancelled(attempt.abort_reason) from None
+            if attempt.abort_error is not None:
+                raise attempt.abort_error from None
             raise
         finally:
             self._attempts.pop(key, None)
@@ -177,7 +191,7 @@ class PrefillRole:
         wanted = [key for key in self._attempts if key[0] == request.request_id and request.attempt in (0, key[1])]
         found = False
         for key in wanted:
-            found |= await self._abort(key, request.reason)
+            found |= await self._abort(key, Cancelled(request.reason))
         found |= self.exports.end_request(request.request_id, request.attempt, Cancelled(request.reason))
         return AbortReply(found=found)
 
@@ -340,7 +354,7 @@ class PrefillRole:
         with suppress(WorkerLost):  # the engine has ended, and its blocks with it
             await self._context.steps.call(lambda engine: discard(engine, sequences))
 
-    async def _abort(self, key: tuple[RequestId, int], reason: str) -> bool:
+    async def _abort(self, key: tuple[RequestId, int], error: ServingError) -> bool:
         """Cancel the call of a running attempt and wait until its blocks are back."""
         attempt = self._attempts.get(key)
         if attempt is None or attempt.is_held or attempt.task is None:
@@ -348,10 +362,10 @@ class PrefillRole:
         waiting = [first for first in attempt.firsts.values() if not first.done()]
         if attempt.has_room and waiting:
             for first in waiting:
-                first.set_exception(Cancelled(reason))
+                first.set_exception(error)
                 first.exception()  # taken here too: the call may end before it looks
         else:
-            attempt.abort_reason = reason
+            attempt.abort_error = error
             attempt.task.cancel()
         await asyncio.gather(_ended(attempt.task), return_exceptions=True)
         return True

@@ -1,12 +1,15 @@
-"""What operators see and say: status, drain, desired sizes, records of finished requests."""
+"""What operators see and say: status, drain, flip, desired sizes, records of finished requests."""
 
 from collections import deque
 from collections.abc import Iterable
 
+from core.config import ModelConfigSection
+from core.errors import InvalidRequest
 from core.ids import Incarnation, WorkerId
 from core.types import (
     ClusterStatus,
     CommandKind,
+    PoolSize,
     PoolStatus,
     RequestRecord,
     Role,
@@ -19,6 +22,7 @@ from router.pools import PoolBook
 from router.registry import Registry
 
 DEFAULT_LIMIT = 100
+OTHER_ROLE = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 
 
 class RecordRing:
@@ -48,12 +52,14 @@ class Admin:
         registry: Registry,
         gateways: GatewayBook,
         pools: PoolBook,
+        models: Iterable[ModelConfigSection],
         incarnation: Incarnation,
         pid: int,
     ) -> None:
         self._registry = registry
         self._gateways = gateways
         self._pools = pools
+        self._models = {model.name: model for model in models}
         self._incarnation = incarnation
         self._pid = pid
 
@@ -74,8 +80,70 @@ class Admin:
 
     def drain(self, worker_id: str, reason: str) -> None:
         """Place nothing on this worker any more and tell it to finish. Raises InvalidRequest for an unknown one."""
-        membership = self._registry.ask_drain(WorkerId(worker_id))
-        membership.commands.put_nowait(WorkerCommand(kind=CommandKind.DRAIN, reason=reason or "asked by an operator"))
+        command = WorkerCommand(kind=CommandKind.DRAIN, reason=reason or "asked by an operator")
+        self._registry.order(WorkerId(worker_id), command)
+
+    def flip(self, worker_id: str, reason: str) -> tuple[PoolSize, ...]:
+        """Drain a worker that then serves in the other role, and let the sizes of both pools follow. Returns all sizes.
+
+        Again for a worker that is on its way changes nothing. Raises InvalidRequest where it cannot be: an unknown
+        worker, a unified one, pools of another shape, or the last worker of a role.
+        """
+        worker = next((w for w in self._registry.workers() if w.registration.worker_id == worker_id), None)
+        if worker is None or worker.state in (WorkerState.SUSPECT, WorkerState.LOST):
+            known = ", ".join(w.registration.worker_id for w in self._registry.workers()) or "none"
+            raise InvalidRequest(f"no worker {worker_id!r} to flip; registered: {known}", param="worker_id")
+        model, role = worker.registration.model.name, worker.registration.role
+        other = OTHER_ROLE.get(role)
+        if other is None or not (self._pools.has(model, role) and self._pools.has(model, other)):
+            raise InvalidRequest(
+                f"{worker_id} is a {role} worker of {model!r}, which has no pool to flip it to: only workers of models "
+                "with a prefill and a decode pool can be flipped",
+                param="worker_id",
+            )
+        if worker.state is WorkerState.DRAINING and worker.next_role is other:
+            return self._pools.sizes()
+        self._check_shape(worker_id, model, role, other)
+        left = self._pools.desired(model, role) - 1
+        if left < 1:
+            raise InvalidRequest(
+                f"{worker_id} is the last {role} worker of {model!r}; first `baton scale {model} {role}=2`",
+                param="worker_id",
+            )
+        if not self._has_other(worker):
+            raise InvalidRequest(
+                f"{worker_id} is the only {role} worker of {model!r} that is ready now: wait until another one is",
+                param="worker_id",
+            )
+        command = WorkerCommand(kind=CommandKind.FLIP, reason=reason or "asked by an operator", role=other)
+        self._registry.order(WorkerId(worker_id), command)
+        return self._pools.scale(
+            (
+                PoolSize(model=model, role=role, replicas=left),
+                PoolSize(model=model, role=other, replicas=self._pools.desired(model, other) + 1),
+            )
+        )
+
+    def _has_other(self, worker: WorkerStatus) -> bool:
+        """Somebody else does the work of its role."""
+        mine = worker.registration
+        return any(
+            w.state is WorkerState.READY
+            and w.registration.worker_id != mine.worker_id
+            and (w.registration.model.name, w.registration.role) == (mine.model.name, mine.role)
+            for w in self._registry.workers()
+        )
+
+    def _check_shape(self, worker_id: str, model: str, role: Role, other: Role) -> None:
+        """A process keeps what it was started with."""
+        pools = self._models[model].pools
+        for name in ("resources", "num_threads"):
+            if getattr(pools[role], name) != getattr(pools[other], name):
+                raise InvalidRequest(
+                    f"{worker_id} cannot be flipped: {name} of the {role} and the {other} pool of {model!r} differ, "
+                    "and a running process keeps its own; change the sizes with `baton scale`",
+                    param="worker_id",
+                )
 
     def _pool_statuses(self, workers: tuple[WorkerStatus, ...]) -> tuple[PoolStatus, ...]:
         """The configured pools in their order, then pools that only workers know."""
@@ -90,6 +158,7 @@ class Admin:
                     w.state is WorkerState.READY and w.registration.model.name == model and w.registration.role is role
                     for w in workers
                 ),
+                problem=self._pools.problem(model, role),
             )
             for model, role in keys
         )

@@ -17,6 +17,7 @@ from core.types import (
     ClusterView,
     CommandKind,
     GatewayReport,
+    LauncherReport,
     Placement,
     PlacementEnd,
     PlaceRequest,
@@ -62,7 +63,7 @@ class RouterHandler:
         self._load = LoadBook(clock, projected_tokens=config.worker.projected_tokens)
         self.prefixes = PrefixIndex(clock)
         self._costs = CostBook()
-        self._pools = PoolBook(config.models)
+        self._pools = PoolBook(clock, config.models)
         self._records = RecordRing(settings.max_records)
         self._placer = Placer(
             registry=self._registry,
@@ -86,6 +87,7 @@ class RouterHandler:
             registry=self._registry,
             gateways=self._gateways,
             pools=self._pools,
+            models=config.models,
             incarnation=self.incarnation,
             pid=os.getpid(),
         )
@@ -227,10 +229,28 @@ class RouterHandler:
         self._admin.drain(worker_id, reason)
         self._after_change()
 
+    async def flip(self, worker_id: str, reason: str) -> tuple[PoolSize, ...]:
+        sizes = self._admin.flip(worker_id, reason)
+        log.info("flip", extra={"worker": worker_id, "reason": reason, "pools": _by_pool(sizes)})
+        self._after_change()
+        self._pools.wake()
+        self._room.wake()
+        return sizes
+
     async def scale(self, pools: tuple[PoolSize, ...]) -> tuple[PoolSize, ...]:
         sizes = self._pools.scale(pools)
-        log.info("scaled", extra={"pools": {f"{pool.model}/{pool.role}": pool.replicas for pool in sizes}})
+        log.info("scaled", extra={"pools": _by_pool(sizes)})
         self._room.wake()
+        return sizes
+
+    async def report_pools(self, report: LauncherReport) -> tuple[PoolSize, ...]:
+        """A launcher's word. What a router before this one was told is taken over from it."""
+        before = self._pools.sizes()
+        sizes = self._pools.adopt(report.pools)
+        self._pools.note_problems(report.problems)
+        if _by_pool(before) != _by_pool(sizes):
+            log.info("sizes taken over from the launcher", extra={"pools": _by_pool(sizes)})
+            self._room.wake()
         return sizes
 
     def watch_pools(self) -> AsyncGenerator[tuple[PoolSize, ...], None]:
@@ -290,6 +310,11 @@ class RouterHandler:
             )
         if changes:
             self._room.wake()
+            self._pools.wake()
+
+
+def _by_pool(sizes: tuple[PoolSize, ...]) -> dict[str, int]:
+    return {f"{pool.model}/{pool.role}": pool.replicas for pool in sizes}
 
 
 class _WorkerStream:

@@ -5,10 +5,11 @@
     join --> starting --> ready --> draining          (as the worker's heartbeats say)
                 |           |          |
                 +-----------+----------+--- stream broken, or silent for suspect_after_s --> suspect
+    draining --- stream ended -------------------------------> forgotten (it has left, or begins anew)
     suspect  --- heartbeat on a live stream, or re-join ---> what the worker says
     suspect  --- silent or apart for lost_after_s ---------> lost
     lost     --- heartbeat or re-join ---------------------> what the worker says (it was only slow)
-    lost     --- retention_s (none if it was draining) ----> forgotten
+    lost     --- retention_s (none if a drain was asked) --> forgotten
     any      --- join of a new incarnation of the id, or of another worker at its address --> superseded: stale for ever
 
 The judgement is a function of the clock, so a snapshot is never older than the moment it is taken; ``sweep`` only
@@ -25,7 +26,7 @@ from core.config import RouterConfig
 from core.errors import InvalidRequest, ServingError, StaleIncarnation
 from core.ids import Incarnation, WorkerId, format_incarnation
 from core.kv import BlockCounts
-from core.types import ModelRecord, WorkerCommand, WorkerLoad, WorkerRegistration, WorkerState, WorkerStatus
+from core.types import ModelRecord, Role, WorkerCommand, WorkerLoad, WorkerRegistration, WorkerState, WorkerStatus
 
 SUPERSEDED_MEMORY = 16
 """Replaced incarnations remembered for each worker id, so that a woken one cannot take its place back."""
@@ -80,7 +81,7 @@ class StateChange:
 class _Member:
     """The progress of one incarnation."""
 
-    __slots__ = ("heard_at", "is_drain_asked", "load", "membership", "parted_at", "registration")
+    __slots__ = ("heard_at", "load", "membership", "order", "parted_at", "registration")
 
     def __init__(self, registration: WorkerRegistration, membership: Membership, now: float) -> None:
         self.registration = registration
@@ -88,13 +89,21 @@ class _Member:
         self.load = WorkerLoad(state=WorkerState.STARTING, blocks=_all_free(registration.num_blocks))
         self.heard_at = now
         self.parted_at: float | None = None
-        self.is_drain_asked = False
+        self.order: WorkerCommand | None = None
+        """The last drain or flip that was asked for; nothing is placed here from then on."""
 
     def silent_since(self) -> float:
         return self.heard_at if self.parted_at is None else self.parted_at
 
     def is_draining(self) -> bool:
-        return self.is_drain_asked or self.load.state is WorkerState.DRAINING
+        return self.order is not None or self.load.state is WorkerState.DRAINING
+
+    def has_left(self) -> bool:
+        """It had said that it drains, and then its stream ended."""
+        return self.parted_at is not None and self.load.state is WorkerState.DRAINING
+
+    def next_role(self) -> Role | None:
+        return self.load.next_role if self.order is None else self.order.role
 
 
 class Registry:
@@ -129,6 +138,8 @@ class Registry:
             member.registration = registration
             member.membership = membership
             member.heard_at, member.parted_at = now, None
+            if member.order is not None:
+                membership.commands.put_nowait(member.order)  # the stream that was to carry it broke
             return membership
         if member is not None:
             self._supersede(member)
@@ -164,17 +175,17 @@ class Registry:
         if member is not None and member.membership is membership and member.parted_at is None:
             member.parted_at = self._clock.now()
 
-    def ask_drain(self, worker_id: WorkerId) -> Membership:
-        """From now on nothing is placed on this incarnation. Returns the stream that carries the command.
+    def order(self, worker_id: WorkerId, command: WorkerCommand) -> None:
+        """Tell a worker to drain or to flip. From now on nothing is placed on this incarnation.
 
         Raises InvalidRequest for an unknown or lost worker.
         """
         member = self._members.get(worker_id)
         if member is None or self._judge(member) is WorkerState.LOST:
             known = ", ".join(sorted(self._members)) or "none"
-            raise InvalidRequest(f"no worker {worker_id!r} to drain; registered: {known}", param="worker_id")
-        member.is_drain_asked = True
-        return member.membership
+            raise InvalidRequest(f"no worker {worker_id!r} to {command.kind}; registered: {known}", param="worker_id")
+        member.order = command
+        member.membership.commands.put_nowait(command)
 
     # -- what others read ---------------------------------------------------------------------------------------------
 
@@ -187,6 +198,7 @@ class Registry:
                 load=member.load,
                 state=self._judge(member),
                 heartbeat_age_s=now - member.heard_at,
+                next_role=member.next_role(),
             )
             for _, member in sorted(self._members.items())
         )
@@ -214,7 +226,7 @@ class Registry:
         for worker_id, member in list(self._members.items()):
             # Whoever drained first has left as it should: nobody needs to see it.
             retention_s = 0.0 if member.is_draining() else self._times.retention_s
-            if now - member.silent_since() >= self._times.lost_after_s + retention_s:
+            if member.has_left() or now - member.silent_since() >= self._times.lost_after_s + retention_s:
                 del self._members[worker_id]
         seen = {
             worker_id: (member.registration.incarnation, self._judge(member))
@@ -228,11 +240,11 @@ class Registry:
 
     def _judge(self, member: _Member) -> WorkerState:
         silence_s = self._clock.now() - member.silent_since()
-        if silence_s >= self._times.lost_after_s:
+        if silence_s >= self._times.lost_after_s or member.has_left():
             return WorkerState.LOST
         if member.parted_at is not None or silence_s >= self._times.suspect_after_s:
             return WorkerState.SUSPECT
-        if member.is_drain_asked and member.load.state is WorkerState.READY:
+        if member.order is not None and member.load.state is WorkerState.READY:
             return WorkerState.DRAINING
         return member.load.state
 

@@ -174,20 +174,30 @@ class RouterClient(_Client):
         request = router_pb2.DrainRequest(worker_id=worker_id, reason=reason)
         await self._call(self._stub.Drain, request, timeout_s=CONTROL_TIMEOUT_S)
 
+    async def flip(self, worker_id: str, reason: str) -> tuple[t.PoolSize, ...]:
+        request = router_pb2.DrainRequest(worker_id=worker_id, reason=reason)
+        return _sizes(await self._call(self._stub.Flip, request, timeout_s=CONTROL_TIMEOUT_S))
+
     async def scale(self, pools: tuple[t.PoolSize, ...]) -> tuple[t.PoolSize, ...]:
         request = router_pb2.ScaleRequest(pools=[to_pb(pool) for pool in pools])
-        reply = await self._call(self._stub.Scale, request, timeout_s=CONTROL_TIMEOUT_S)
-        return tuple(from_pb(t.PoolSize, pool) for pool in reply.pools)
+        return _sizes(await self._call(self._stub.Scale, request, timeout_s=CONTROL_TIMEOUT_S))
+
+    async def report_pools(self, report: t.LauncherReport) -> tuple[t.PoolSize, ...]:
+        return _sizes(await self._call(self._stub.ReportPools, to_pb(report), timeout_s=CONTROL_TIMEOUT_S))
 
     async def watch_pools(self) -> AsyncGenerator[tuple[t.PoolSize, ...], None]:
         async with aclosing(self._stream(self._stub.WatchPools, router_pb2.Empty())) as messages:
             async for message in messages:
-                yield tuple(from_pb(t.PoolSize, pool) for pool in message.pools)
+                yield _sizes(message)
 
     async def find_records(self, request_id: str = "", limit: int = 100) -> tuple[t.RequestRecord, ...]:
         request = router_pb2.RecordQuery(request_id=request_id, limit=limit)
         reply = await self._call(self._stub.FindRecords, request, timeout_s=CONTROL_TIMEOUT_S)
         return tuple(from_pb(t.RequestRecord, record) for record in reply.records)
+
+
+def _sizes(reply: Any) -> tuple[t.PoolSize, ...]:
+    return tuple(from_pb(t.PoolSize, pool) for pool in reply.pools)
 
 
 class PrefillClient(_Client):

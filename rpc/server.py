@@ -62,8 +62,10 @@ class RouterHandler(Protocol):
     async def report_gateway(self, report: t.GatewayReport) -> t.ClusterView: ...
     async def status(self) -> t.ClusterStatus: ...
     async def drain(self, worker_id: str, reason: str) -> None: ...
+    async def flip(self, worker_id: str, reason: str) -> tuple[t.PoolSize, ...]: ...
     async def scale(self, pools: tuple[t.PoolSize, ...]) -> tuple[t.PoolSize, ...]: ...
     def watch_pools(self) -> AsyncGenerator[tuple[t.PoolSize, ...], None]: ...
+    async def report_pools(self, report: t.LauncherReport) -> tuple[t.PoolSize, ...]: ...
     async def find_records(self, request_id: str, limit: int) -> tuple[t.RequestRecord, ...]: ...
 
 
@@ -167,18 +169,27 @@ class _RouterServicer(router_pb2_grpc.RouterServicer):
         await self._handler.drain(request.worker_id, request.reason)
         return router_pb2.Empty()
 
+    async def Flip(self, request: router_pb2.DrainRequest, context: _Context) -> router_pb2.PoolSizes:
+        return _sizes(await self._handler.flip(request.worker_id, request.reason))
+
     async def Scale(self, request: router_pb2.ScaleRequest, context: _Context) -> router_pb2.PoolSizes:
-        pools = await self._handler.scale(tuple(from_pb(t.PoolSize, pool) for pool in request.pools))
-        return router_pb2.PoolSizes(pools=[to_pb(pool) for pool in pools])
+        return _sizes(await self._handler.scale(tuple(from_pb(t.PoolSize, pool) for pool in request.pools)))
+
+    async def ReportPools(self, request: router_pb2.LauncherReport, context: _Context) -> router_pb2.PoolSizes:
+        return _sizes(await self._handler.report_pools(from_pb(t.LauncherReport, request)))
 
     async def WatchPools(self, request: router_pb2.Empty, context: _Context) -> AsyncIterator[router_pb2.PoolSizes]:
         async with aclosing(self._handler.watch_pools()) as sizes:
             async for pools in sizes:
-                yield router_pb2.PoolSizes(pools=[to_pb(pool) for pool in pools])
+                yield _sizes(pools)
 
     async def FindRecords(self, request: router_pb2.RecordQuery, context: _Context) -> router_pb2.RequestRecords:
         records = await self._handler.find_records(request.request_id, request.limit)
         return router_pb2.RequestRecords(records=[to_pb(record) for record in records])
+
+
+def _sizes(pools: tuple[t.PoolSize, ...]) -> router_pb2.PoolSizes:
+    return router_pb2.PoolSizes(pools=[to_pb(pool) for pool in pools])
 
 
 class _PrefillServicer(prefill_pb2_grpc.PrefillServicer):

@@ -96,11 +96,14 @@ class WorkerRole(Protocol):
     def fill_load(self, load: WorkerLoad) -> WorkerLoad:
         """Add what only the role knows to a heartbeat."""
 
+    def begin_drain(self) -> None:
+        """New work is refused from now on: hand back at once what has not begun and may as well begin elsewhere."""
+
     def is_idle(self) -> bool:
         """Nothing is queued, running, held or in transfer: a draining worker may exit."""
 
     async def stop(self) -> None:
-        """End everything at once; whoever waits gets a typed error."""
+        """End everything at once; whoever waits gets it back as WorkerDraining."""
 
 
 class Tombstones:

@@ -1,31 +1,31 @@
-"""The life of a worker process: compose, serve, stay joined, drain, end.
+"""The life of a worker: compose, serve, stay joined, drain, end.
 
 ::
 
-    STARTING --engine loaded, ports bound--> READY --SIGTERM | drain command--> DRAINING --idle | drain_s--> ended
+    STARTING --engine loaded, ports bound--> READY --SIGTERM | drain, flip--> DRAINING (worker/drain.py) --> ended
                                                `--a thread or the membership died--> ended (exit code 1: be restarted)
+
+A process has one life after the other if it is flipped (worker/lives.py).
 """
 
 import asyncio
 import logging
 import os
 import re
-import signal
 import socket
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from core.clock import MonotonicClock
 from core.config import ClusterConfig, ModelConfigSection
 from core.costs import read_costs
-from core.errors import WorkerLost
+from core.errors import ConfigError
 from core.failpoints import Failpoints
 from core.handoff import PeerInfo
 from core.ids import WorkerId, new_incarnation
 from core.probes import ProbeServer
 from core.tasks import TaskScope
-from core.telemetry import Telemetry, setup_telemetry
+from core.telemetry import Telemetry
 from core.types import (
     CommandKind,
     ExecutionKind,
@@ -38,7 +38,6 @@ from core.types import (
 )
 from engine.engine import Engine, EngineConfig, StepResult
 from engine.kernels.digest import compiled_wsum64
-from kvtransfer.backends import create_backend
 from kvtransfer.backends.base import Backend, Identity
 from kvtransfer.canary import CanaryMemory
 from kvtransfer.circuit import CircuitSettings
@@ -55,13 +54,13 @@ from modelfiles.model import open_model
 from rpc.clients import RouterClient
 from rpc.server import RpcServer
 from worker.context import WorkerContext, WorkerRole
+from worker.drain import Drain
 from worker.membership import Membership
 from worker.metrics import WorkerMetrics
 from worker.step_thread import StepThread
 
 log = logging.getLogger(__name__)
 
-_IDLE_POLL_S = 0.05
 _HUNG_STEP_S = 60.0
 """The worker is not ready while a step takes longer ..."""
 _DEAD_STEP_S = 300.0
@@ -102,8 +101,11 @@ class Worker:
         fallback: Backend | None = None,
         make_role: MakeRole,
         telemetry: Telemetry | None = None,
+        http_port: int = 0,
     ) -> None:
+        """``http_port`` is wished for: another one is taken if it is not free."""
         section = config.model(model)
+        self._http_port = http_port
         self._loop = asyncio.get_running_loop()
         self._stopped = asyncio.Event()
         self.exit_code = 0
@@ -135,6 +137,7 @@ class Worker:
         )
         self._memory = self._join_memory(backend, fallback)
         self.role = make_role(self.context, self._memory)
+        self._drain = Drain(self.context.clock, limit_s=config.worker.drain_s, is_idle=self.role.is_idle)
         self.quarantine = QuarantineWatch(self.context.geometry.num_blocks)
         self.metrics = WorkerMetrics(self.context, self._memory.transfers, self._memory.leases, self.quarantine)
         self._server = RpcServer()
@@ -205,7 +208,7 @@ class Worker:
         await self.role.start()
         worker = context.config.worker
         self.address = address = await self._server.start(f"{worker.host}:{worker.port}")
-        self.http_address = http_address = await self._probes.start(f"{worker.host}:0")
+        self.http_address = http_address = await self._start_probes(worker.host)
         self.state = WorkerState.READY
         self._router = RouterClient(context.config.router.listen)
         self._membership = Membership(
@@ -223,15 +226,20 @@ class Worker:
             log.warning("mock execution: no model is run, answers are made up", extra={"worker_id": context.worker_id})
         log.info("worker ready", extra={"worker_id": context.worker_id, "address": address, "http": http_address})
 
+    async def _start_probes(self, host: str) -> str:
+        try:
+            return await self._probes.start(f"{host}:{self._http_port}")
+        except ConfigError:
+            return await self._probes.start(f"{host}:0")
+
     async def run_until_stopped(self) -> int:
-        """Serve until a signal, a drain command or a dead thread. Returns the exit code."""
-        for name in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(name, self._begin_drain, f"signal {name.name}")
+        """Serve until a drain has ended or a thread is dead. Returns the exit code."""
         await self._stopped.wait()
         return self.exit_code
 
-    async def stop(self) -> None:
-        """End everything at once. The engine stays: it is whoever made it that closes it."""
+    async def stop(self) -> bool:
+        """End everything at once; what is unfinished is handed back. The engine stays: it is whoever made it that
+        closes it. False if something hangs that may still touch its memory."""
         self.state = WorkerState.DRAINING
         self.context.is_draining = True
         await self.role.stop()
@@ -240,8 +248,8 @@ class Worker:
         if self._router is not None:
             await self._router.close()
         await self._probes.stop()
-        await asyncio.to_thread(self._memory.transfers.stop, 2.0)
-        await asyncio.to_thread(self.steps.stop)
+        is_quiet = await asyncio.to_thread(self._memory.transfers.stop, 2.0)
+        return await asyncio.to_thread(self.steps.stop) and is_quiet
 
     async def _watch_steps(self) -> None:
         """A device that hangs answers no call; nothing but a new process helps, and nobody should wait until then."""
@@ -261,31 +269,45 @@ class Worker:
         elif verdict is Verdict.RESTART and self.state is not WorkerState.DRAINING:
             log.critical("a quarantine does not drain, the worker must be restarted", extra=fields)
             self.exit_code = 1
-            self._begin_drain("a quarantine does not drain")
+            self.drain("a quarantine does not drain")
 
-    def _begin_drain(self, reason: str) -> None:
-        if self.state is WorkerState.DRAINING:
-            return
-        log.info("draining", extra={"worker_id": self.context.worker_id, "reason": reason})
-        self.state = WorkerState.DRAINING
-        self.context.is_draining = True
+    @property
+    def next_role(self) -> Role | None:
+        """What this engine is to serve as after this life."""
+        return self._drain.next_role
+
+    def drain(self, reason: str, *, next_role: Role | None = None) -> None:
+        """Refuse new work, finish, then leave or take the next role. The last word on that counts."""
+        self._drain.next_role = next_role
+        if self.state is not WorkerState.DRAINING:
+            log.info("draining", extra={"worker_id": self.context.worker_id, "reason": reason, "next_role": next_role})
+            self.state = WorkerState.DRAINING
+            self.context.is_draining = True
+            self._drain.begin()
+            self.role.begin_drain()
+            self._scope.spawn(self._finish(), name="drain")
         if self._membership is not None:
             self._membership.report_now()
-        self._scope.spawn(self._drain(), name="drain")
 
-    async def _drain(self) -> None:
-        """Refuse new work, finish what runs (leases included) up to ``drain_s``."""
-        try:
-            async with asyncio.timeout(self.context.config.worker.drain_s):
-                while not self.role.is_idle():
-                    await asyncio.sleep(_IDLE_POLL_S)
-        except TimeoutError:
-            log.warning("drain limit reached, ending what is left")
+    def hurry(self) -> None:
+        """Of a drain: hand back what is unfinished now."""
+        self._drain.hurry()
+
+    async def _finish(self) -> None:
+        if not await self._drain.finish():
+            log.warning("drain limit reached, handing back what is left", extra={"worker_id": self.context.worker_id})
         self._stopped.set()
 
     def _on_command(self, command: WorkerCommand) -> None:
+        reason = command.reason or "asked by the router"
         if command.kind is CommandKind.DRAIN:
-            self._begin_drain(command.reason or "asked by the router")
+            self.drain(reason)
+        elif command.kind is CommandKind.FLIP:
+            role = command.role
+            if role is None or role not in self.context.model.pools or role is self.context.role:
+                log.error("cannot be flipped", extra={"worker_id": self.context.worker_id, "role": role})
+                return
+            self.drain(reason, next_role=role)
 
     # -- from the step thread -----------------------------------------------------------------------------------------
 
@@ -323,6 +345,8 @@ class Worker:
                 tokens_generated=counters.tokens_generated,
                 num_steps=counters.num_steps,
                 busy_s=self.steps.busy_s,
+                next_role=self._drain.next_role,
+                drain_left_s=self._drain.left_s,
             )
         )
 
@@ -403,46 +427,3 @@ def engine_config(model: ModelConfigSection, role: Role) -> EngineConfig:
         max_mixed_tokens=pool.max_mixed_tokens,
         costs=read_costs(costs) if isinstance(costs, str) else costs,
     )
-
-
-def _fallback(config: ClusterConfig, engine: Engine) -> Backend | None:
-    """The second backend, where there is one that can be used."""
-    name, transfer = config.transfer.fallback, config.transfer
-    if name in ("none", transfer.backend) or engine.kv_region.device != "cpu":
-        return None
-    return create_backend(name, host=config.worker.host)
-
-
-async def run_worker(
-    config: ClusterConfig,
-    model: ModelConfigSection,
-    role: Role,
-    *,
-    worker_id: str,
-    announce: Callable[[Mapping[str, str]], None],
-    make_role: MakeRole,
-) -> None:
-    """Load, serve, and return after an orderly end. Raises ConfigError, or WorkerLost when a thread died."""
-    sys.setswitchinterval(SWITCH_S)
-    telemetry = setup_telemetry(worker_id, config.telemetry)
-    engine = await asyncio.to_thread(load_engine, config, model, role)
-    try:
-        worker = Worker(
-            config,
-            model=model.name,
-            role=role,
-            worker_id=WorkerId(worker_id),
-            engine=engine,
-            backend=create_backend(config.transfer.backend, host=config.worker.host),
-            fallback=_fallback(config, engine),
-            make_role=make_role,
-            telemetry=telemetry,
-        )
-        await worker.start()
-        announce({"grpc": worker.address, "http": worker.http_address})
-        exit_code = await worker.run_until_stopped()
-        await worker.stop()
-    finally:
-        engine.close()
-    if exit_code:
-        raise WorkerLost(f"{worker_id} broke and must be restarted")

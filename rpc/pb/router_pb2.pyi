@@ -23,6 +23,7 @@ class CommandKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     COMMAND_KIND_DRAIN: _ClassVar[CommandKind]
     COMMAND_KIND_REREGISTER: _ClassVar[CommandKind]
     COMMAND_KIND_JOINED: _ClassVar[CommandKind]
+    COMMAND_KIND_FLIP: _ClassVar[CommandKind]
 WORKER_STATE_UNSPECIFIED: WorkerState
 WORKER_STATE_STARTING: WorkerState
 WORKER_STATE_READY: WorkerState
@@ -33,6 +34,7 @@ COMMAND_KIND_UNSPECIFIED: CommandKind
 COMMAND_KIND_DRAIN: CommandKind
 COMMAND_KIND_REREGISTER: CommandKind
 COMMAND_KIND_JOINED: CommandKind
+COMMAND_KIND_FLIP: CommandKind
 
 class Empty(_message.Message):
     __slots__ = ()
@@ -281,7 +283,7 @@ class CostSamples(_message.Message):
     def __init__(self, steps: _Optional[_Iterable[_Union[StepSample, _Mapping]]] = ..., handoffs: _Optional[_Iterable[_Union[HandoffSample, _Mapping]]] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("state", "num_running", "num_waiting", "queued_prompt_tokens", "blocks", "num_leases", "held_bytes", "num_transfers", "kv_bytes_received", "kv_bytes_sent", "prompt_tokens_computed", "tokens_generated", "num_steps", "busy_s", "stored_hashes", "evicted_hashes", "broken_pairs", "prompt_tokens_refetched", "samples")
+    __slots__ = ("state", "num_running", "num_waiting", "queued_prompt_tokens", "blocks", "num_leases", "held_bytes", "num_transfers", "kv_bytes_received", "kv_bytes_sent", "prompt_tokens_computed", "tokens_generated", "num_steps", "busy_s", "stored_hashes", "evicted_hashes", "broken_pairs", "prompt_tokens_refetched", "samples", "next_role", "drain_left_s")
     STATE_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -301,6 +303,8 @@ class WorkerLoad(_message.Message):
     BROKEN_PAIRS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_REFETCHED_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    NEXT_ROLE_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_LEFT_S_FIELD_NUMBER: _ClassVar[int]
     state: WorkerState
     num_running: int
     num_waiting: int
@@ -320,7 +324,9 @@ class WorkerLoad(_message.Message):
     broken_pairs: _containers.RepeatedCompositeFieldContainer[WorkerRef]
     prompt_tokens_refetched: int
     samples: CostSamples
-    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., num_leases: _Optional[int] = ..., held_bytes: _Optional[int] = ..., num_transfers: _Optional[int] = ..., kv_bytes_received: _Optional[_Iterable[_Union[BackendBytes, _Mapping]]] = ..., kv_bytes_sent: _Optional[_Iterable[_Union[BackendBytes, _Mapping]]] = ..., prompt_tokens_computed: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., num_steps: _Optional[int] = ..., busy_s: _Optional[float] = ..., stored_hashes: _Optional[_Iterable[bytes]] = ..., evicted_hashes: _Optional[_Iterable[bytes]] = ..., broken_pairs: _Optional[_Iterable[_Union[WorkerRef, _Mapping]]] = ..., prompt_tokens_refetched: _Optional[int] = ..., samples: _Optional[_Union[CostSamples, _Mapping]] = ...) -> None: ...
+    next_role: _common_pb2.Role
+    drain_left_s: float
+    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., num_leases: _Optional[int] = ..., held_bytes: _Optional[int] = ..., num_transfers: _Optional[int] = ..., kv_bytes_received: _Optional[_Iterable[_Union[BackendBytes, _Mapping]]] = ..., kv_bytes_sent: _Optional[_Iterable[_Union[BackendBytes, _Mapping]]] = ..., prompt_tokens_computed: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., num_steps: _Optional[int] = ..., busy_s: _Optional[float] = ..., stored_hashes: _Optional[_Iterable[bytes]] = ..., evicted_hashes: _Optional[_Iterable[bytes]] = ..., broken_pairs: _Optional[_Iterable[_Union[WorkerRef, _Mapping]]] = ..., prompt_tokens_refetched: _Optional[int] = ..., samples: _Optional[_Union[CostSamples, _Mapping]] = ..., next_role: _Optional[_Union[_common_pb2.Role, str]] = ..., drain_left_s: _Optional[float] = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
     __slots__ = ("registration", "load")
@@ -331,12 +337,14 @@ class WorkerMessage(_message.Message):
     def __init__(self, registration: _Optional[_Union[WorkerRegistration, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ...) -> None: ...
 
 class WorkerCommand(_message.Message):
-    __slots__ = ("kind", "reason")
+    __slots__ = ("kind", "reason", "role")
     KIND_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
     kind: CommandKind
     reason: str
-    def __init__(self, kind: _Optional[_Union[CommandKind, str]] = ..., reason: _Optional[str] = ...) -> None: ...
+    role: _common_pb2.Role
+    def __init__(self, kind: _Optional[_Union[CommandKind, str]] = ..., reason: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ...) -> None: ...
 
 class RequestStage(_message.Message):
     __slots__ = ("name", "seconds")
@@ -429,28 +437,32 @@ class ClusterView(_message.Message):
     def __init__(self, models: _Optional[_Iterable[_Union[ModelRecord, _Mapping]]] = ..., usable: _Optional[_Iterable[_Union[ModelPath, _Mapping]]] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("registration", "load", "state", "heartbeat_age_s")
+    __slots__ = ("registration", "load", "state", "heartbeat_age_s", "next_role")
     REGISTRATION_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    NEXT_ROLE_FIELD_NUMBER: _ClassVar[int]
     registration: WorkerRegistration
     load: WorkerLoad
     state: WorkerState
     heartbeat_age_s: float
-    def __init__(self, registration: _Optional[_Union[WorkerRegistration, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., heartbeat_age_s: _Optional[float] = ...) -> None: ...
+    next_role: _common_pb2.Role
+    def __init__(self, registration: _Optional[_Union[WorkerRegistration, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., heartbeat_age_s: _Optional[float] = ..., next_role: _Optional[_Union[_common_pb2.Role, str]] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
-    __slots__ = ("model", "role", "desired", "ready")
+    __slots__ = ("model", "role", "desired", "ready", "problem")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     DESIRED_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
     model: str
     role: _common_pb2.Role
     desired: int
     ready: int
-    def __init__(self, model: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., desired: _Optional[int] = ..., ready: _Optional[int] = ...) -> None: ...
+    problem: str
+    def __init__(self, model: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., desired: _Optional[int] = ..., ready: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class GatewayStatus(_message.Message):
     __slots__ = ("gateway_id", "incarnation", "http_address", "pid", "num_requests", "heartbeat_age_s")
@@ -499,14 +511,34 @@ class DrainRequest(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class PoolSize(_message.Message):
-    __slots__ = ("model", "role", "replicas")
+    __slots__ = ("model", "role", "replicas", "age_s")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
     model: str
     role: _common_pb2.Role
     replicas: int
-    def __init__(self, model: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., replicas: _Optional[int] = ...) -> None: ...
+    age_s: float
+    def __init__(self, model: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., replicas: _Optional[int] = ..., age_s: _Optional[float] = ...) -> None: ...
+
+class PoolProblem(_message.Message):
+    __slots__ = ("model", "role", "message")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    role: _common_pb2.Role
+    message: str
+    def __init__(self, model: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., message: _Optional[str] = ...) -> None: ...
+
+class LauncherReport(_message.Message):
+    __slots__ = ("pools", "problems")
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    pools: _containers.RepeatedCompositeFieldContainer[PoolSize]
+    problems: _containers.RepeatedCompositeFieldContainer[PoolProblem]
+    def __init__(self, pools: _Optional[_Iterable[_Union[PoolSize, _Mapping]]] = ..., problems: _Optional[_Iterable[_Union[PoolProblem, _Mapping]]] = ...) -> None: ...
 
 class ScaleRequest(_message.Message):
     __slots__ = ("pools",)

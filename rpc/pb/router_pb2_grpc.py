@@ -65,6 +65,11 @@ class RouterStub:
                 request_serializer=rpc_dot_pb_dot_router__pb2.DrainRequest.SerializeToString,
                 response_deserializer=rpc_dot_pb_dot_router__pb2.Empty.FromString,
                 _registered_method=True)
+        self.Flip = channel.unary_unary(
+                '/baton.v1.Router/Flip',
+                request_serializer=rpc_dot_pb_dot_router__pb2.DrainRequest.SerializeToString,
+                response_deserializer=rpc_dot_pb_dot_router__pb2.PoolSizes.FromString,
+                _registered_method=True)
         self.Scale = channel.unary_unary(
                 '/baton.v1.Router/Scale',
                 request_serializer=rpc_dot_pb_dot_router__pb2.ScaleRequest.SerializeToString,
@@ -73,6 +78,11 @@ class RouterStub:
         self.WatchPools = channel.unary_stream(
                 '/baton.v1.Router/WatchPools',
                 request_serializer=rpc_dot_pb_dot_router__pb2.Empty.SerializeToString,
+                response_deserializer=rpc_dot_pb_dot_router__pb2.PoolSizes.FromString,
+                _registered_method=True)
+        self.ReportPools = channel.unary_unary(
+                '/baton.v1.Router/ReportPools',
+                request_serializer=rpc_dot_pb_dot_router__pb2.LauncherReport.SerializeToString,
                 response_deserializer=rpc_dot_pb_dot_router__pb2.PoolSizes.FromString,
                 _registered_method=True)
         self.FindRecords = channel.unary_unary(
@@ -127,6 +137,13 @@ class RouterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Flip(self, request, context):
+        """Drains a worker, which then serves in the other role; both pools' sizes follow.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Scale(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -134,7 +151,15 @@ class RouterServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchPools(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The sizes now and after each change of them or of the members.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReportPools(self, request, context):
+        """A launcher's word: the last one about each pool counts, a restarted router has it from there.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -178,6 +203,11 @@ def add_RouterServicer_to_server(servicer, server):
                     request_deserializer=rpc_dot_pb_dot_router__pb2.DrainRequest.FromString,
                     response_serializer=rpc_dot_pb_dot_router__pb2.Empty.SerializeToString,
             ),
+            'Flip': grpc.unary_unary_rpc_method_handler(
+                    servicer.Flip,
+                    request_deserializer=rpc_dot_pb_dot_router__pb2.DrainRequest.FromString,
+                    response_serializer=rpc_dot_pb_dot_router__pb2.PoolSizes.SerializeToString,
+            ),
             'Scale': grpc.unary_unary_rpc_method_handler(
                     servicer.Scale,
                     request_deserializer=rpc_dot_pb_dot_router__pb2.ScaleRequest.FromString,
@@ -186,6 +216,11 @@ def add_RouterServicer_to_server(servicer, server):
             'WatchPools': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchPools,
                     request_deserializer=rpc_dot_pb_dot_router__pb2.Empty.FromString,
+                    response_serializer=rpc_dot_pb_dot_router__pb2.PoolSizes.SerializeToString,
+            ),
+            'ReportPools': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportPools,
+                    request_deserializer=rpc_dot_pb_dot_router__pb2.LauncherReport.FromString,
                     response_serializer=rpc_dot_pb_dot_router__pb2.PoolSizes.SerializeToString,
             ),
             'FindRecords': grpc.unary_unary_rpc_method_handler(
@@ -368,6 +403,33 @@ class Router:
             _registered_method=True)
 
     @staticmethod
+    def Flip(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Router/Flip',
+            rpc_dot_pb_dot_router__pb2.DrainRequest.SerializeToString,
+            rpc_dot_pb_dot_router__pb2.PoolSizes.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Scale(request,
             target,
             options=(),
@@ -410,6 +472,33 @@ class Router:
             target,
             '/baton.v1.Router/WatchPools',
             rpc_dot_pb_dot_router__pb2.Empty.SerializeToString,
+            rpc_dot_pb_dot_router__pb2.PoolSizes.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportPools(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Router/ReportPools',
+            rpc_dot_pb_dot_router__pb2.LauncherReport.SerializeToString,
             rpc_dot_pb_dot_router__pb2.PoolSizes.FromString,
             options,
             channel_credentials,

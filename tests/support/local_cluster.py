@@ -12,22 +12,20 @@ from typing import Any, Self
 
 import httpx
 
+from baton.roles import make_role
 from core.config import ClusterConfig, ModelConfigSection, load_config
 from core.ids import GatewayId, WorkerId, new_incarnation
 from core.telemetry import Telemetry
 from core.types import Role
-from decode_worker.service import DecodeRole
 from engine.engine import Engine
 from gateway.access.assembly import open_access
 from gateway.app import Gateway
 from gateway.models import ServedModel
 from gateway.ports import RpcClients
 from kvtransfer.backends.base import Backend
-from prefill_worker.service import PrefillRole
 from router.service import RouterServer
 from rpc.clients import RouterClient
-from worker.context import WorkerContext, WorkerRole
-from worker.process import TransferMemory, Worker, load_engine
+from worker.process import Worker, load_engine
 
 MODEL = "smollm2-135m-instruct"
 SETTINGS = (
@@ -42,12 +40,6 @@ SETTINGS = (
 def _served_model(section: str) -> ServedModel:
     """Reading a tokenizer takes longer than most tests."""
     return ServedModel.load(ModelConfigSection.model_validate_json(section))
-
-
-def make_role(context: WorkerContext, memory: TransferMemory) -> WorkerRole:
-    if context.role is Role.PREFILL:
-        return PrefillRole(context, memory.leases, memory.me)
-    return DecodeRole(context, memory.transfers, memory.me)
 
 
 class LocalCluster:

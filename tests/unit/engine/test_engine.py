@@ -66,6 +66,20 @@ def test_a_sequence_runs_to_its_limit_and_gives_everything_back(engine: Engine) 
     assert (counters.prompt_tokens_computed, counters.tokens_generated, counters.num_steps) == (10, 5, 5)
 
 
+def test_a_renewed_engine_is_as_new_on_the_same_weights_and_memory(tiny_files: RandomLlama) -> None:
+    engine = make(tiny_files)
+    expected = list(run(engine, make_sequence(prompt(10), max_tokens=5)).tokens.values())
+    model, region, pool = engine.model, engine.kv_region, engine.pool
+    assert pool.counts().cached > 0
+    engine.renew(EngineConfig(**{**SMALL, "max_step_tokens": 16, "max_sequences": 4}))
+    assert engine.model is model and engine.kv_region == region and engine.pool is not pool
+    assert (engine.limits.max_step_tokens, engine.limits.max_sequences) == (16, 4)
+    counts, counters = engine.pool.counts(), engine.counters()
+    assert counts.free == counts.total == pool.counts().total and counters.num_steps == 0
+    assert list(run(engine, make_sequence(prompt(10), max_tokens=5)).tokens.values()) == expected
+    assert engine.counters().prompt_tokens_computed == 10  # nothing was found in a cache
+
+
 def test_a_stop_token_is_reported_with_its_id(engine: Engine) -> None:
     first = run(engine, make_sequence(prompt(10), max_tokens=6))
     (tokens,) = first.tokens.values()

@@ -7,15 +7,17 @@ from dataclasses import replace
 import pytest
 
 from core.clock import ManualClock
-from core.config import ClusterConfig, parse_config
+from core.config import ClusterConfig, PoolConfig, parse_config
 from core.errors import InvalidRequest, ModelNotFound, NoWorker, StaleIncarnation
 from core.ids import PlacementId, RequestId
 from core.telemetry import Telemetry
 from core.types import (
     CommandKind,
+    LauncherReport,
     Mode,
     Placement,
     PlacementEnd,
+    PoolProblem,
     PoolSize,
     RequestRecord,
     Role,
@@ -222,6 +224,43 @@ async def test_a_drain_reaches_the_worker_and_stops_placements_at_once(cell: Cel
         await cell.handler.drain("d9", "")
 
 
+async def test_a_flip_reaches_the_worker_and_both_sizes_follow_once(cell: Cell) -> None:
+    worker = await cell.join("p0", Role.PREFILL)
+    await cell.join("p1", Role.PREFILL)
+    await cell.join("d0", Role.DECODE)
+    with pytest.raises(
+        InvalidRequest, match=f"last prefill worker of '{MODEL}'; first `baton scale {MODEL} prefill=2`"
+    ):
+        await cell.handler.flip("p0", "")
+    await cell.handler.scale((PoolSize(model=MODEL, role=Role.PREFILL, replicas=2),))
+    for _ in range(2):  # again changes nothing
+        sizes = await cell.handler.flip("p0", "more answers")
+        assert {size.role: size.replicas for size in sizes} == {Role.PREFILL: 1, Role.DECODE: 2}
+    await settle()
+    assert worker.commands[1:] == [
+        WorkerCommand(kind=CommandKind.FLIP, reason="more answers", role=Role.DECODE),
+    ]
+    assert await cell.state_of("p0") is WorkerState.DRAINING
+    for name in ("p9", "d0"):
+        with pytest.raises(InvalidRequest):
+            await cell.handler.flip(name, "")
+
+
+@pytest.mark.parametrize("setting", [{"num_threads": 2}, {"resources": {"num_gpus": 1}}])
+async def test_pools_of_another_shape_are_not_flipped_between(setting: dict[str, object]) -> None:
+    config = make_config()
+    model = config.models[0]
+    pools = {Role.PREFILL: PoolConfig(replicas=2), Role.DECODE: PoolConfig.model_validate(setting)}
+    config = config.model_copy(update={"models": (model.model_copy(update={"pools": pools}),)})
+    cell = Cell()
+    cell.handler = RouterHandler(config, Telemetry(component="router"), cell.clock)
+    worker = await cell.join("p0", Role.PREFILL)
+    with pytest.raises(InvalidRequest, match=f"{next(iter(setting))} of the prefill and the decode pool"):
+        await cell.handler.flip("p0", "")
+    await worker.vanish()
+    await cell.handler.close()
+
+
 # -- gateways ---------------------------------------------------------------------------------------------------------
 
 
@@ -277,6 +316,27 @@ async def test_watchers_see_the_sizes_now_and_after_each_change(cell: Cell) -> N
     await cell.handler.scale((PoolSize(model=MODEL, role=Role.DECODE, replicas=3),))
     assert sizes(await later) == {Role.PREFILL: 1, Role.DECODE: 3}
     await watch.aclose()  # type: ignore[attr-defined]
+
+
+async def test_a_restarted_router_hears_the_sizes_from_the_launcher_and_the_last_word_counts(cell: Cell) -> None:
+    def said(role: Role, replicas: int, age_s: float | None) -> PoolSize:
+        return PoolSize(model=MODEL, role=role, replicas=replicas, age_s=age_s)
+
+    async def reported(*pools: PoolSize) -> dict[Role, int]:
+        problems = (PoolProblem(model=MODEL, role=Role.DECODE, message="no CPU is free"),)
+        sizes = await cell.handler.report_pools(LauncherReport(pools=pools, problems=problems))
+        return {size.role: size.replicas for size in sizes}
+
+    cell.pass_time(5.0)
+    assert await reported(said(Role.DECODE, 7, None)) == {Role.PREFILL: 1, Role.DECODE: 1}  # only the configuration's
+    await cell.handler.scale((PoolSize(model=MODEL, role=Role.PREFILL, replicas=2),))
+    cell.pass_time(1.0)
+    old = [said(Role.PREFILL, 4, 20.0), said(Role.DECODE, 3, 20.0), said(Role.UNIFIED, 3, 1.0)]
+    assert await reported(*old) == {Role.PREFILL: 2, Role.DECODE: 3}
+    await cell.handler.scale((PoolSize(model=MODEL, role=Role.DECODE, replicas=1),))
+    assert await reported(*old) == {Role.PREFILL: 2, Role.DECODE: 1}
+    status = {pool.role: pool.problem for pool in (await cell.handler.status()).pools}
+    assert status == {Role.PREFILL: "", Role.DECODE: "no CPU is free"}
 
 
 async def test_a_pool_that_is_not_configured_cannot_be_scaled(cell: Cell) -> None:

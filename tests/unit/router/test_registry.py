@@ -8,10 +8,11 @@ from core.clock import ManualClock
 from core.config import RouterConfig
 from core.errors import InvalidRequest, StaleIncarnation
 from core.ids import WorkerId
-from core.types import WorkerState
+from core.types import CommandKind, Role, WorkerCommand, WorkerState
 from router.registry import LivenessTimes, Membership, Registry
 from tests.unit.router.builders import make_load, make_registration
 
+DRAIN = WorkerCommand(kind=CommandKind.DRAIN, reason="maintenance")
 TIMES = LivenessTimes(suspect_after_s=1.5, lost_after_s=3.0, retention_s=30.0)
 
 
@@ -136,9 +137,12 @@ def test_a_lost_worker_that_was_only_slow_comes_back(registry: Registry, clock: 
 def test_a_drain_holds_for_the_incarnation_even_over_a_rejoin(registry: Registry) -> None:
     membership = registry.join(make_registration())
     registry.heartbeat(membership, make_load())
-    assert registry.ask_drain(WorkerId("d0")) is membership
+    registry.order(WorkerId("d0"), DRAIN)
+    assert membership.commands.get_nowait() == DRAIN
     assert state_of(registry) is WorkerState.DRAINING
-    registry.heartbeat(registry.join(make_registration()), make_load())
+    again = registry.join(make_registration())
+    assert again.commands.get_nowait() == DRAIN  # the stream that carried it may have broken before
+    registry.heartbeat(again, make_load())
     assert state_of(registry) is WorkerState.DRAINING
     registry.heartbeat(registry.join(make_registration(incarnation=2)), make_load())
     assert state_of(registry) is WorkerState.READY
@@ -148,10 +152,32 @@ def test_a_drained_worker_that_left_is_forgotten_without_delay(registry: Registr
     membership = registry.join(make_registration())
     registry.heartbeat(membership, make_load(WorkerState.DRAINING))
     registry.part(membership)
+    registry.sweep()
+    assert state_of(registry) is None
+
+
+def test_a_worker_whose_stream_broke_before_it_heard_of_its_drain_is_awaited(
+    registry: Registry, clock: ManualClock
+) -> None:
+    membership = registry.join(make_registration())
+    registry.heartbeat(membership, make_load())
+    registry.order(WorkerId("d0"), DRAIN)
+    registry.part(membership)
+    registry.sweep()
     assert state_of(registry) is WorkerState.SUSPECT
     clock.advance(3.0)
     registry.sweep()
     assert state_of(registry) is None
+
+
+def test_a_worker_that_flips_is_counted_where_it_goes(registry: Registry) -> None:
+    membership = registry.join(make_registration())
+    registry.heartbeat(membership, make_load())
+    assert registry.workers()[0].final_role is Role.DECODE
+    registry.order(WorkerId("d0"), WorkerCommand(kind=CommandKind.FLIP, role=Role.PREFILL))
+    assert registry.workers()[0].final_role is Role.PREFILL
+    registry.order(WorkerId("d0"), DRAIN)
+    assert registry.workers()[0].final_role is None
 
 
 def test_draining_an_unknown_or_lost_worker_is_refused_with_the_known_ones(
@@ -159,10 +185,10 @@ def test_draining_an_unknown_or_lost_worker_is_refused_with_the_known_ones(
 ) -> None:
     registry.join(make_registration("d7"))
     with pytest.raises(InvalidRequest, match="no worker 'd0' to drain; registered: d7"):
-        registry.ask_drain(WorkerId("d0"))
+        registry.order(WorkerId("d0"), DRAIN)
     clock.advance(5.0)
     with pytest.raises(InvalidRequest):
-        registry.ask_drain(WorkerId("d7"))
+        registry.order(WorkerId("d7"), DRAIN)
 
 
 @pytest.mark.parametrize(
