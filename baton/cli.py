@@ -1,4 +1,5 @@
-"""The command line: ``baton up``, ``baton chat``, ``baton status``, ``baton doctor``, ``baton keys``, ``baton config``.
+"""The command line: ``baton up``, ``chat``, ``status``, ``scale``, ``drain``, ``flip``, ``doctor``, ``keys``,
+``config``.
 
 Exit codes: 0 done, 1 it failed while running, 2 it cannot run as asked (the line says what to change), 130 interrupted.
 """
@@ -64,6 +65,31 @@ def _status(options: argparse.Namespace, config: ClusterConfig) -> int:
     return asyncio.run(show_status(options.router or config.router.listen, as_json=options.json))
 
 
+def _scale(options: argparse.Namespace, config: ClusterConfig) -> int:
+    from baton.pools import scale
+
+    address = options.router or config.router.listen
+    return asyncio.run(scale(address, options.model, options.size, wait_s=_wait_s(options)))
+
+
+def _drain(options: argparse.Namespace, config: ClusterConfig) -> int:
+    from baton.pools import drain
+
+    address = options.router or config.router.listen
+    return asyncio.run(drain(address, options.worker, reason=options.reason, wait_s=_wait_s(options)))
+
+
+def _flip(options: argparse.Namespace, config: ClusterConfig) -> int:
+    from baton.pools import flip
+
+    address = options.router or config.router.listen
+    return asyncio.run(flip(address, options.worker, reason=options.reason, wait_s=_wait_s(options)))
+
+
+def _wait_s(options: argparse.Namespace) -> float:
+    return float(options.timeout) if options.wait else 0.0
+
+
 def _doctor_pair(options: argparse.Namespace, config: ClusterConfig) -> int:
     from baton.doctor import check_pair
 
@@ -115,6 +141,8 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--router", metavar="HOST:PORT", help="default: the router of the configuration")
     status.set_defaults(run=_status)
 
+    _add_pool_parsers(commands, common)
+
     doctor = commands.add_parser("doctor", help="examine a running cluster").add_subparsers(
         metavar="COMMAND", required=True
     )
@@ -137,6 +165,33 @@ def _parser() -> argparse.ArgumentParser:
     check = config.add_parser("check", parents=[common], help="check keys, values and model files")
     check.set_defaults(run=_config_check)
     return parser
+
+
+def _add_pool_parsers(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", common: argparse.ArgumentParser
+) -> None:
+    live = argparse.ArgumentParser(add_help=False)
+    live.add_argument("--wait", action="store_true", help="until it is done; says how far it is")
+    live.add_argument("--timeout", type=float, default=600, metavar="S", help="of --wait; default: 600")
+    live.add_argument("--router", metavar="HOST:PORT", help="default: the router of the configuration")
+    named = argparse.ArgumentParser(add_help=False)
+    named.add_argument("worker", metavar="WORKER", help="its id, as `baton status` shows it")
+    named.add_argument("--reason", default="", metavar="TEXT", help="for the log")
+
+    scale = commands.add_parser("scale", parents=[common, live], help="change the sizes of a model's pools")
+    scale.add_argument("model", metavar="MODEL")
+    scale.add_argument("size", nargs="+", metavar="ROLE=N", help="e.g. prefill=2 decode=3")
+    scale.set_defaults(run=_scale)
+
+    drain = commands.add_parser(
+        "drain", parents=[common, live, named], help="let a worker finish and leave; its pool replaces it"
+    )
+    drain.set_defaults(run=_drain)
+
+    flip = commands.add_parser(
+        "flip", parents=[common, live, named], help="let a worker finish and take the other role; the sizes follow"
+    )
+    flip.set_defaults(run=_flip)
 
 
 def installed_version() -> str:

@@ -55,6 +55,8 @@ def _worker_to_json(worker: WorkerStatus) -> dict[str, object]:
         "model": registration.model.name,
         "role": registration.role,
         "state": worker.state,
+        "next_role": worker.next_role,
+        "drain_left_s": load.drain_left_s,
         "pid": registration.pid,
         "hostname": registration.hostname,
         "address": registration.address,
@@ -81,6 +83,7 @@ def _worker_to_json(worker: WorkerStatus) -> dict[str, object]:
 def render(status: ClusterStatus) -> str:
     """Three tables that fit a terminal, below what is unusual."""
     pools = [(pool.model, pool.role, f"{pool.ready}/{pool.desired}") for pool in status.pools]
+    problems = "".join(f"\n! {pool.model} {pool.role}: {pool.problem}" for pool in status.pools if pool.problem)
     workers = [_worker_row(worker) for worker in status.workers]
     gateways = [
         (gateway.gateway_id, str(gateway.pid), gateway.http_address, str(gateway.num_requests))
@@ -95,9 +98,10 @@ def render(status: ClusterStatus) -> str:
         (
             head,
             *([f"MOCK EXECUTION: no model is run, all answers of {mocks} are made up"] if mocks else []),
-            table(("MODEL", "POOL", "READY"), pools),
+            table(("MODEL", "POOL", "READY"), pools) + problems,
             table(
-                ("WORKER", "STATE", "PID", "INCARNATION", "RUN", "WAIT", "KV BLOCKS", "KV RECEIVED", "HTTP"), workers
+                ("WORKER", "ROLE", "STATE", "PID", "INCARNATION", "RUN", "WAIT", "KV BLOCKS", "KV RECEIVED", "HTTP"),
+                workers,
             ),
             table(("GATEWAY", "PID", "HTTP", "REQUESTS"), gateways),
         )
@@ -112,7 +116,8 @@ def _worker_row(worker: WorkerStatus) -> tuple[str, ...]:
     received = ", ".join(f"{format_bytes(number)} {name}" for name, number in load.kv_bytes_received) or "-"
     return (
         registration.worker_id,
-        str(worker.state),
+        str(registration.role),
+        _state(worker),
         str(registration.pid),
         format_incarnation(registration.incarnation),
         str(load.num_running),
@@ -121,6 +126,13 @@ def _worker_row(worker: WorkerStatus) -> tuple[str, ...]:
         received,
         registration.http_address,
     )
+
+
+def _state(worker: WorkerStatus) -> str:
+    """``draining 12 s``, ``draining 12 s -> decode``."""
+    left_s = worker.load.drain_left_s
+    left = "" if left_s is None else f" {left_s:.0f} s"
+    return f"{worker.state}{left}" + (f" -> {worker.next_role}" if worker.next_role is not None else "")
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

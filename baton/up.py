@@ -80,6 +80,7 @@ class UpRun:
         self._logs = logs
         self._started_at = time.monotonic()
         self._ready: dict[str, ComponentEvent] = {}
+        self._cluster = Cluster(config, launcher, say=self.say)
         self._names: tuple[str, ...] = ()
         self._is_up = False
         self._waiting_for = ""
@@ -89,10 +90,11 @@ class UpRun:
 
     async def serve(self) -> None:
         """Start everything, show the endpoints, follow events until cancelled. Raises LaunchError."""
-        self._names = await Cluster(self._config, self._launcher).start()
+        self._names = await self._cluster.start()
         self.say(f"starting {', '.join(self._names)}")
         following = asyncio.create_task(self._follow(), name="up/events")
         waiting = asyncio.create_task(self._wait_until_ready(), name="up/ready")
+        tasks = [following, waiting]
         try:
             timeout_s = self._config.launcher.start_timeout_s
             await asyncio.wait({following, waiting}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -106,14 +108,20 @@ class UpRun:
             waiting.result()
             self._is_up = True
             print(self._endpoints(), flush=True)
-            await following
+            keeping = asyncio.create_task(self._cluster.keep(), name="up/pools")
+            tasks.append(keeping)
+            await asyncio.wait({following, keeping}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (following, keeping):
+                if task.done():
+                    task.result()
         finally:
-            following.cancel()
-            waiting.cancel()
-            await asyncio.gather(following, waiting, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _follow(self) -> None:
         async for event in self._launcher.events():
+            self._cluster.note(event)
             match event.state:
                 case ComponentState.READY:
                     self._ready[event.component] = event
@@ -129,8 +137,7 @@ class UpRun:
 
     def _fail(self, event: ComponentEvent) -> None:
         if self._is_up and event.component.partition("-")[0] not in ESSENTIAL:
-            self.say(f"{event.component} is given up: {event.message}")
-            return
+            return  # whoever keeps the pools says it, and tries again
         if event.exit_code == EXIT_CONFIG:
             raise ConfigError(f"{event.component}: {event.message}")
         raise LaunchError(f"{event.component}: {event.message}{_reason(event)}; --log-dir DIR keeps the whole log")

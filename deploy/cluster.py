@@ -1,15 +1,18 @@
-"""From a configuration to processes: which components a cluster has, and keeping pools at their desired sizes."""
+"""From a configuration to processes: which components a cluster has."""
 
 import random
 import re
 import socket
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable
+from dataclasses import replace
 
 from core.config import ClusterConfig, ModelConfigSection, PoolConfig, config_to_json, split_address
 from core.errors import ConfigError
-from core.types import PoolSize, Role
-from deploy.launcher import ComponentKind, ComponentResources, ComponentSpec, Launcher
+from core.types import Role
+from deploy.launcher import ComponentEvent, ComponentKind, ComponentResources, ComponentSpec, Launcher
+from deploy.pools import PoolKeeper
+from rpc.clients import RouterClient
 
 NOTHING = ComponentResources()
 CLOSE_S = 2.0
@@ -52,23 +55,25 @@ def gateway_specs(config: ClusterConfig) -> tuple[ComponentSpec, ...]:
 
 
 def worker_spec(config: ClusterConfig, model: ModelConfigSection, role: Role, index: int) -> ComponentSpec:
-    """Worker number ``index`` of the pool of ``model`` and ``role``; its name is its worker id."""
+    """Worker number ``index`` of the pool of ``model`` and ``role``; its name is its worker id. It may leave: whoever
+    drains it wants it to go."""
     pool = model.pools[role]
     prefix = "" if len(config.models) == 1 else re.sub(r"[^A-Za-z0-9._-]+", "-", model.name) + "."
     name = f"{prefix}{role}-{index}"
     argv = ("--model", model.name, "--role", str(role), "--worker-id", name)
-    return _spec(name, ComponentKind.WORKER, config, argv, _resources(pool))
+    spec = _spec(name, ComponentKind.WORKER, config, argv, _resources(pool))
+    return replace(spec, restart=replace(spec.restart, may_leave=True))
 
 
 class Cluster:
-    """Starts the components of one configuration on a launcher and brings pools to their desired sizes."""
+    """Starts the components of one configuration on a launcher and keeps pools at their desired sizes."""
 
-    def __init__(self, config: ClusterConfig, launcher: Launcher) -> None:
+    def __init__(
+        self, config: ClusterConfig, launcher: Launcher, *, say: Callable[[str], None] = lambda text: None
+    ) -> None:
         self._config = config
         self._launcher = launcher
-        self._workers: dict[tuple[str, Role], list[str]] = {
-            (model.name, role): [] for model in config.models for role in model.pools
-        }
+        self._pools = PoolKeeper(config, launcher, self._make_worker, say=say)
 
     async def start(self) -> tuple[str, ...]:
         """Start everything; who needs whom is settled by their own retries. Returns the names, in a reader's order."""
@@ -76,25 +81,20 @@ class Cluster:
         gateways = gateway_specs(self._config)
         for gateway in gateways:
             await self._launcher.start(gateway)
-        await self.apply(
-            PoolSize(model=model.name, role=role, replicas=pool.replicas)
-            for model in self._config.models
-            for role, pool in model.pools.items()
-        )
-        workers = [name for names in self._workers.values() for name in names]
-        return ("router", *(gateway.name for gateway in gateways), *workers)
+        await self._pools.start()
+        return ("router", *(gateway.name for gateway in gateways), *self._pools.names)
 
-    async def apply(self, sizes: Iterable[PoolSize]) -> None:
-        """Start or stop workers until every named pool has its size. The youngest worker goes first."""
-        for size in sizes:
-            names = self._workers[size.model, size.role]
-            while len(names) < size.replicas:
-                spec = worker_spec(self._config, self._config.model(size.model), size.role, len(names))
-                await self._launcher.start(spec)
-                names.append(spec.name)
-            while len(names) > size.replicas:
-                await self._launcher.stop(names[-1])
-                names.pop()
+    def note(self, event: ComponentEvent) -> None:
+        """To be told every event of the launcher."""
+        self._pools.note(event)
+
+    async def keep(self) -> None:
+        """Bring pools to the sizes that the router says, whenever they change; until cancelled."""
+        async with RouterClient(self._config.router.listen) as router:
+            await self._pools.run(router)
+
+    def _make_worker(self, model: str, role: Role, number: int) -> ComponentSpec:
+        return worker_spec(self._config, self._config.model(model), role, number)
 
 
 def _spec(

@@ -6,6 +6,7 @@ supervises, restarts and stops components and reports what happens as :class:`Co
     start() -> [WAITING] -> STARTED -> READY -> EXITED -> RESTARTING -> STARTED ...
                                  \\-> EXITED -> FAILED        a configuration error, or it never became ready
     stop()  -> STOPPED                                       legal in every state; the process is gone
+    it left -> STOPPED                                       with exit code 0, where the policy allows it
 
 What a component owes its launcher:
 
@@ -69,6 +70,8 @@ class RestartPolicy:
     healthy_s: float = 20
     max_early_failures: int = 3
     """Starts in a row that may end before the component was ever ready; then it is FAILED."""
+    may_leave: bool = False
+    """Exit code 0 is its good-bye: STOPPED, and not started again."""
 
     def delay_s(self, failures: int) -> float:
         """Pause before the restart that follows failure number ``failures`` (1, 2, ...) in a row."""
@@ -158,7 +161,8 @@ class Launcher(Protocol):
         """Begin to supervise ``spec``; what becomes of it arrives as events. A name can be used once at a time."""
 
     async def stop(self, name: str) -> None:
-        """Stop one component and forget it. Returns when its process is gone. An unknown name is no error."""
+        """Stop one component, if it has not ended by itself, and forget it. Returns when its process is gone. An
+        unknown name is no error."""
 
     async def restart(self, name: str) -> None:
         """Stop the process of a component and start it again at once (no failure is counted)."""

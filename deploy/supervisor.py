@@ -118,9 +118,10 @@ class Supervisor:
                 self._watch(process, run)
             finally:
                 run.close()
-            if self._must_stop:
-                break
             code = _shell_code(process.returncode)
+            has_left = code == 0 and run.is_ready and self.spec.restart.may_leave and not self._must_restart
+            if self._must_stop or has_left:
+                break
             ended = partial(self._event, pid=process.pid, exit_code=code, tail=tuple(run.tail))
             self._emit(ended(state=ComponentState.EXITED, message=run.error))
             if self._must_restart:

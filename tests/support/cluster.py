@@ -49,12 +49,20 @@ class _EditingLauncher(ProcessLauncher):
 
 
 class ProcessCluster:
-    """``async with ProcessCluster(tmp_path, "transfer.digest=off") as cluster``: ready when entered."""
+    """``async with ProcessCluster(tmp_path, "transfer.digest=off") as cluster``: ready when entered.
 
-    def __init__(self, log_dir: Path, *overrides: str, edit: Edit = lambda spec: spec) -> None:
+    ``is_kept``: pools are kept at their sizes as by ``baton up``; otherwise who is stopped stays away.
+    """
+
+    def __init__(self, log_dir: Path, *overrides: str, edit: Edit = lambda spec: spec, is_kept: bool = False) -> None:
         self.config: ClusterConfig = resolve_ports(load_config(overrides=[*SMALL, *overrides], environ={}))
         self._log_dir = log_dir
         self.launcher = _EditingLauncher(log_dir, edit)
+        self._cluster = Cluster(self.config, self.launcher, say=self._say)
+        self._is_kept = is_kept
+        self._keeping: asyncio.Task[None] | None = None
+        self.said: list[str] = []
+        """What ``baton up`` would have printed about its pools."""
         self._events: list[ComponentEvent] = []
         self._reading: asyncio.Task[None] | None = None
         self.router = RouterClient(self.config.router.listen)
@@ -68,8 +76,10 @@ class ProcessCluster:
         await self.launcher.__aenter__()
         self._reading = asyncio.create_task(self._read_events())
         try:
-            await Cluster(self.config, self.launcher).start()
+            await self._cluster.start()
             await self.wait_ready(START_S)
+            if self._is_kept:
+                self._keeping = asyncio.create_task(self._cluster.keep())
         except BaseException:
             await self._close()
             raise
@@ -85,6 +95,9 @@ class ProcessCluster:
     async def _close(self) -> None:
         await self.http.aclose()
         await self.router.close()
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.wait({self._keeping})
         await self.launcher.close()
         if self._reading is not None:
             await self._reading
@@ -92,6 +105,10 @@ class ProcessCluster:
     async def _read_events(self) -> None:
         async for event in self.launcher.events():
             self._events.append(event)
+            self._cluster.note(event)
+
+    def _say(self, text: str) -> None:
+        self.said.append(text)
 
     def logs(self) -> str:
         """The last lines of every component, for a failing test."""
@@ -133,7 +150,7 @@ class ProcessCluster:
                     return status
             except ServingError:
                 pass  # the router is starting
-            failed = [e for e in self._events if e.state is ComponentState.FAILED]
+            failed = [e for e in self._events if e.state is ComponentState.FAILED and not self._is_kept]
             assert not failed, f"a component cannot run: {failed[0].message} {failed[0].tail}"
             await asyncio.sleep(_POLL_S)
         raise AssertionError(f"waited {timeout_s} s in vain for: {what}\n{status}\n{self.logs()}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+from baton.pools import describe_drain
 from baton.status import format_bytes, render, table, to_json
 from core.ids import GatewayId, Incarnation, WorkerId
 from core.kv import BlockCounts
@@ -76,7 +77,7 @@ def test_the_json_form_has_what_a_script_needs() -> None:
     assert (worker["pid"], worker["role"], worker["state"]) == (42, "decode", "ready")
     assert worker["incarnation"] == "0000000000000abc"
     assert data["router"]["incarnation"] == "4000000000000001"
-    assert data["pools"] == [{"model": "m", "role": "decode", "desired": 1, "ready": 1}]
+    assert data["pools"] == [{"model": "m", "role": "decode", "desired": 1, "ready": 1, "problem": ""}]
 
 
 def test_the_tables_fit_a_terminal() -> None:
@@ -84,6 +85,17 @@ def test_the_tables_fit_a_terminal() -> None:
     assert "1 custody, 2 use of 10" in text
     assert "3.0 MiB nixl" in text
     assert max(len(line) for line in text.splitlines()) <= 120
+
+
+def test_a_drain_and_what_a_pool_lacks_are_shown() -> None:
+    load = replace(WORKER.load, drain_left_s=12.3, num_running=3, num_transfers=1)
+    worker = replace(WORKER, state=WorkerState.DRAINING, load=load, next_role=Role.PREFILL)
+    pool = PoolStatus(model="m", role=Role.DECODE, desired=2, ready=1, problem="decode-1: no CPU is free")
+    text = render(replace(STATUS, workers=(worker,), pools=(pool,)))
+    assert "draining 12 s -> prefill" in text
+    assert "! m decode: decode-1: no CPU is free" in text
+    assert describe_drain(worker) == "decode-0 finishes: 3 running, 1 in transfer; hands back what is left in 12 s"
+    assert describe_drain(replace(worker, load=replace(WORKER.load, drain_left_s=1.0))) == "decode-0 has finished"
 
 
 def test_columns_are_as_wide_as_their_longest_cell() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from core.config import ClusterConfig, parse_config
-from core.types import PoolSize, Role
+from core.types import Role
 from deploy.cluster import Cluster, gateway_specs, router_spec, worker_spec
 from deploy.launcher import ComponentKind, ComponentSpec
 
@@ -31,10 +29,6 @@ def cluster_of(config: ClusterConfig) -> tuple[Cluster, Recorder]:
     return Cluster(config, recorder), recorder  # type: ignore[arg-type]
 
 
-def decode(replicas: int) -> Sequence[PoolSize]:
-    return (PoolSize(model="smollm2-135m-instruct", role=Role.DECODE, replicas=replicas),)
-
-
 async def test_the_default_cluster_has_four_processes() -> None:
     cluster, recorder = cluster_of(ClusterConfig())
     assert await cluster.start() == ("router", "gateway", "prefill-0", "decode-0")
@@ -49,15 +43,10 @@ async def test_several_gateways_have_names_of_their_own() -> None:
     assert [spec.argv[spec.argv.index("--gateway-id") + 1] for spec in specs] == ["gateway-0", "gateway-1"]
 
 
-async def test_a_pool_grows_and_shrinks_to_its_desired_size() -> None:
-    cluster, recorder = cluster_of(ClusterConfig())
-    await cluster.start()
-    await cluster.apply(decode(3))
-    assert recorder.running[-3:] == ["decode-0", "decode-1", "decode-2"]
-    await cluster.apply(decode(1))
-    assert recorder.orders[-2:] == ["stop decode-2", "stop decode-1"]
-    await cluster.apply(decode(1))
-    assert len(recorder.orders) == 8, "an unchanged size asks nothing"
+def test_a_worker_may_leave_and_nobody_else() -> None:
+    config = ClusterConfig()
+    assert worker_spec(config, config.models[0], Role.DECODE, 0).restart.may_leave
+    assert not any(spec.restart.may_leave for spec in (router_spec(config), *gateway_specs(config)))
 
 
 def test_workers_of_several_models_have_distinct_names() -> None:
