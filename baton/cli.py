@@ -1,5 +1,5 @@
-"""The command line: ``baton up``, ``chat``, ``status``, ``scale``, ``drain``, ``flip``, ``doctor``, ``keys``,
-``config``.
+"""The command line: ``baton up``, ``chat``, ``status``, ``explain``, ``scale``, ``drain``, ``flip``, ``doctor``,
+``keys``, ``config``.
 
 Exit codes: 0 done, 1 it failed while running, 2 it cannot run as asked (the line says what to change), 130 interrupted.
 """
@@ -90,6 +90,12 @@ def _wait_s(options: argparse.Namespace) -> float:
     return float(options.timeout) if options.wait else 0.0
 
 
+def _explain(options: argparse.Namespace, config: ClusterConfig) -> int:
+    from baton.explain import explain
+
+    return asyncio.run(explain(options.router or config.router.listen, options.request_id, as_json=options.json))
+
+
 def _doctor_pair(options: argparse.Namespace, config: ClusterConfig) -> int:
     from baton.doctor import check_pair
 
@@ -140,6 +146,14 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--json", action="store_true")
     status.add_argument("--router", metavar="HOST:PORT", help="default: the router of the configuration")
     status.set_defaults(run=_status)
+
+    explain = commands.add_parser(
+        "explain", parents=[common], help="why a finished request went where it did: predictions beside what happened"
+    )
+    explain.add_argument("request_id", help="the x-request-id of its answer, or the id in the answer's body")
+    explain.add_argument("--json", action="store_true")
+    explain.add_argument("--router", metavar="HOST:PORT", help="default: the router of the configuration")
+    explain.set_defaults(run=_explain)
 
     _add_pool_parsers(commands, common)
 

@@ -77,7 +77,7 @@ class ScriptedWorker:
     def watch_pools(self) -> AsyncGenerator[tuple[t.PoolSize, ...], None]:
         raise NotImplementedError
 
-    async def find_records(self, request_id: str, limit: int) -> tuple[t.RequestRecord, ...]:
+    async def find_records(self, request_id: str, limit: int) -> t.RequestRecords:
         raise NotImplementedError
 
     # -- decode worker ------------------------------------------------------------------------------------------------

@@ -300,12 +300,18 @@ class PlaceRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What the router expects of its choice; kept beside what happened."""
+    """What the router expects of a path; kept beside what happened."""
 
     prefill_wait_s: float = 0.0
     prefill_s: float = 0.0
     transfer_s: float = 0.0
     ttft_s: float = 0.0
+    num_cached_tokens: int = 0
+    """Of the prompt, with whoever reads it: they need not be computed."""
+    num_kept_tokens: int = 0
+    """Of the prompt, with D: they need not be moved. 0 in ``local`` mode, where nothing is moved."""
+    cost_s: float = 0.0
+    """What the choice went by: the lowest wins. More than this request's own time counts in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,6 +326,8 @@ class Placement:
     """``prefill`` has what was asked with ``held``, under the same ``handoff_id``: D claims it, nothing is computed."""
     prediction: Prediction = field(default_factory=Prediction)
     runner_up: str = ""
+    """The second best path; empty where there was no other."""
+    runner_up_prediction: Prediction = field(default_factory=Prediction)
     reason: str = ""
     ticket: bytes = b""
     """Signed by the router for one claim; empty while the cluster runs without tickets."""
@@ -628,6 +636,24 @@ class LauncherReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptRecord:
+    """One attempt at a request: where it was placed and why, what was expected, how it ended."""
+
+    attempt: int
+    started_s: float
+    """Since the gateway received the request."""
+    duration_s: float
+    num_choices: int
+    """All of the request, but in retries of choices that have come apart."""
+    outcome: str
+    """``ok`` or the slug of the error that ended it."""
+    message: str = ""
+    """Of the error."""
+    placement: Placement | None = None
+    """None: the router had none to give."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
     """A finished request, pushed by its gateway to the router's bounded ring."""
 
@@ -649,6 +675,22 @@ class RequestRecord:
     ttft_s: float
     duration_s: float
     traceparent: str = ""
+    transfer_bytes: int = 0
+    transfer_backend: str = ""
+    history: tuple[AttemptRecord, ...] = ()
+    """The latest attempts, in the order of their ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRecords:
+    """What the router's ring has of a question, and how far back it reaches."""
+
+    records: tuple[RequestRecord, ...] = ()
+    """Newest first."""
+    num_kept: int = 0
+    """Records in the ring, of any request."""
+    max_kept: int = 0
+    oldest_age_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,10 +90,10 @@ class Pipeline:
     async def _attempt(self, run: Run, branch: Branch) -> bool:
         """False when what is held for these choices cannot be had any more, and they have come apart: nothing was
         begun."""
-        number = run.begin_attempt(branch)
-        placement = await self._place(run, branch, number)
-        outcome, blamed = Cancelled.slug, None
+        number, since_s = run.begin_attempt(branch), run.stages.elapsed_s()
+        outcome, failure = Cancelled.slug, None
         try:
+            placement = await self._place(run, branch, number)
             if branch.prefill is not None and not placement.is_held:
                 branch.end_prefill("placed anew")
                 if not branch.is_together:
@@ -103,17 +103,12 @@ class Pipeline:
             outcome = "ok"
             return True
         except ServingError as error:
-            outcome, blamed = error.slug, None if error.blame is Blame.NONE else error.worker_id
+            outcome, failure = error.slug, error
             raise
         finally:
-            end = t.PlacementEnd(
-                placement_id=placement.placement_id,
-                request_id=run.request.request_id,
-                attempt=number,
-                outcome=outcome,
-                blamed_worker=None if blamed is None else WorkerId(blamed),
-            )
-            self._ends.add(end)
+            run.note_attempt(branch, number, since_s, outcome=outcome, error=failure)
+            if branch.placement is not None:
+                self._ends.add(_end_of(run, branch.placement, number, outcome, failure))
 
     async def _place(self, run: Run, branch: Branch, number: int) -> t.Placement:
         """A placement from the router, which may be restarting: its absence is borne for a while."""
@@ -177,6 +172,17 @@ class Pipeline:
             for worker in (prefill, decode):
                 if worker is not None and worker.worker_id == error.worker_id:
                     branch.excluded_workers.append((worker.worker_id, worker.incarnation))
+
+
+def _end_of(run: Run, placement: t.Placement, number: int, outcome: str, error: ServingError | None) -> t.PlacementEnd:
+    blamed = None if error is None or error.blame is Blame.NONE else error.worker_id
+    return t.PlacementEnd(
+        placement_id=placement.placement_id,
+        request_id=run.request.request_id,
+        attempt=number,
+        outcome=outcome,
+        blamed_worker=None if blamed is None else WorkerId(blamed),
+    )
 
 
 def _is_held(branch: Branch, placement: t.Placement, error: ServingError, recovery: Recovery) -> bool:

@@ -1,9 +1,11 @@
 """The progress of one request: what was accepted of each choice, which attempts it took, where its time went."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from core import types as t
+from core.errors import ServingError
 from core.ids import Incarnation, WorkerId
 from core.spans import NO_SPAN
 from gateway.prefill_leg import PrefillLeg
@@ -12,6 +14,10 @@ from gateway.stages import StageClock
 from gateway.text import ChoiceText, TextDelta
 
 Sink = Callable[[TextDelta], None]
+MAX_HISTORY = 16
+"""Attempts of one request that its record tells of, the latest: refusals for lack of room may be many."""
+MAX_MESSAGE = 300
+"""Characters of an error in a record."""
 
 
 def _nowhere(delta: TextDelta) -> None:
@@ -112,6 +118,7 @@ class Run:
         self.attempt = 0
         """The number of the last attempt."""
         self.last_placement: t.Placement | None = None
+        self.history: deque[t.AttemptRecord] = deque(maxlen=MAX_HISTORY)
         self.ttft_s: float | None = None
         self.num_cached_tokens = 0
         self.prompt_logprobs: tuple[t.TokenLogprobs, ...] = ()
@@ -191,6 +198,25 @@ class Run:
         branch.placement = self.last_placement = placement
         self.stages.mark("place")
 
+    def note_attempt(
+        self, branch: Branch, number: int, since_s: float, *, outcome: str, error: ServingError | None = None
+    ) -> None:
+        """An attempt has ended that began at ``since_s``."""
+        placement = branch.placement
+        if placement is not None and placement.ticket:
+            placement = replace(placement, ticket=b"")  # records are read by more than one worker
+        self.history.append(
+            t.AttemptRecord(
+                attempt=number,
+                started_s=since_s,
+                duration_s=self.stages.elapsed_s() - since_s,
+                num_choices=len(branch.choices),
+                outcome=outcome,
+                message="" if error is None else error.message[:MAX_MESSAGE],
+                placement=placement,
+            )
+        )
+
     def refused_for_s(self, branch: Branch) -> float:
         """How long workers have been refusing these choices for lack of room."""
         now_s = self.stages.elapsed_s()
@@ -250,6 +276,9 @@ class Run:
             ttft_s=self.ttft_s or 0.0,
             duration_s=self.stages.total_s(),
             traceparent=self.request.traceparent,
+            transfer_bytes=self.times.transfer_bytes if self.times else 0,
+            transfer_backend=self.times.transfer_backend if self.times else "",
+            history=tuple(self.history),
         )
 
 

@@ -2,7 +2,9 @@
 
 from collections import deque
 from collections.abc import Iterable
+from itertools import islice
 
+from core.clock import Clock
 from core.config import ModelConfigSection
 from core.errors import InvalidRequest
 from core.ids import Incarnation, WorkerId
@@ -12,6 +14,7 @@ from core.types import (
     PoolSize,
     PoolStatus,
     RequestRecord,
+    RequestRecords,
     Role,
     WorkerCommand,
     WorkerState,
@@ -28,19 +31,34 @@ OTHER_ROLE = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 class RecordRing:
     """The latest finished requests, pushed by gateways. Bounded; the oldest fall out."""
 
-    def __init__(self, max_records: int) -> None:
-        self._records: deque[RequestRecord] = deque(maxlen=max_records)
+    def __init__(self, clock: Clock, max_records: int) -> None:
+        self._clock = clock
+        self._max_records = max_records
+        self._records: deque[tuple[float, RequestRecord]] = deque(maxlen=max_records)
+        """With the moment of their coming."""
 
     def __len__(self) -> int:
         return len(self._records)
 
     def push(self, records: Iterable[RequestRecord]) -> None:
-        self._records.extend(records)
+        now = self._clock.now()
+        self._records.extend((now, record) for record in records)
 
-    def find(self, request_id: str = "", limit: int = 0) -> tuple[RequestRecord, ...]:
-        """Newest first. An empty ``request_id`` finds all; ``limit`` 0 is the default limit."""
-        found = [r for r in reversed(self._records) if not request_id or r.request_id == request_id]
-        return tuple(found[: limit or DEFAULT_LIMIT])
+    def find(self, request_id: str = "", limit: int = 0) -> RequestRecords:
+        """Newest first. An empty ``request_id`` finds all, any other the request and those of a call's further prompts,
+        which bear numbers behind it. ``limit`` 0 is the default limit."""
+        further = f"{request_id}-"
+        found = (
+            record
+            for _, record in reversed(self._records)
+            if not request_id or record.request_id == request_id or record.request_id.startswith(further)
+        )
+        return RequestRecords(
+            records=tuple(islice(found, limit or DEFAULT_LIMIT)),
+            num_kept=len(self._records),
+            max_kept=self._max_records,
+            oldest_age_s=self._clock.now() - self._records[0][0] if self._records else 0.0,
+        )
 
 
 class Admin:

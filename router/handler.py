@@ -22,7 +22,7 @@ from core.types import (
     PlacementEnd,
     PlaceRequest,
     PoolSize,
-    RequestRecord,
+    RequestRecords,
     WorkerCommand,
     WorkerLoad,
     WorkerRegistration,
@@ -64,7 +64,7 @@ class RouterHandler:
         self.prefixes = PrefixIndex(clock)
         self._costs = CostBook()
         self._pools = PoolBook(clock, config.models)
-        self._records = RecordRing(settings.max_records)
+        self._records = RecordRing(clock, settings.max_records)
         self._placer = Placer(
             registry=self._registry,
             load=self._load,
@@ -256,7 +256,7 @@ class RouterHandler:
     def watch_pools(self) -> AsyncGenerator[tuple[PoolSize, ...], None]:
         return self._pools.watch()
 
-    async def find_records(self, request_id: str, limit: int) -> tuple[RequestRecord, ...]:
+    async def find_records(self, request_id: str, limit: int) -> RequestRecords:
         return self._records.find(request_id, limit)
 
     # -- time ---------------------------------------------------------------------------------------------------------

@@ -190,10 +190,9 @@ class RouterClient(_Client):
             async for message in messages:
                 yield _sizes(message)
 
-    async def find_records(self, request_id: str = "", limit: int = 100) -> tuple[t.RequestRecord, ...]:
+    async def find_records(self, request_id: str = "", limit: int = 100) -> t.RequestRecords:
         request = router_pb2.RecordQuery(request_id=request_id, limit=limit)
-        reply = await self._call(self._stub.FindRecords, request, timeout_s=CONTROL_TIMEOUT_S)
-        return tuple(from_pb(t.RequestRecord, record) for record in reply.records)
+        return from_pb(t.RequestRecords, await self._call(self._stub.FindRecords, request, timeout_s=CONTROL_TIMEOUT_S))
 
 
 def _sizes(reply: Any) -> tuple[t.PoolSize, ...]:

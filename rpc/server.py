@@ -66,7 +66,7 @@ class RouterHandler(Protocol):
     async def scale(self, pools: tuple[t.PoolSize, ...]) -> tuple[t.PoolSize, ...]: ...
     def watch_pools(self) -> AsyncGenerator[tuple[t.PoolSize, ...], None]: ...
     async def report_pools(self, report: t.LauncherReport) -> tuple[t.PoolSize, ...]: ...
-    async def find_records(self, request_id: str, limit: int) -> tuple[t.RequestRecord, ...]: ...
+    async def find_records(self, request_id: str, limit: int) -> t.RequestRecords: ...
 
 
 class PrefillHandler(Protocol):
@@ -183,9 +183,8 @@ class _RouterServicer(router_pb2_grpc.RouterServicer):
             async for pools in sizes:
                 yield _sizes(pools)
 
-    async def FindRecords(self, request: router_pb2.RecordQuery, context: _Context) -> router_pb2.RequestRecords:
-        records = await self._handler.find_records(request.request_id, request.limit)
-        return router_pb2.RequestRecords(records=[to_pb(record) for record in records])
+    async def FindRecords(self, request: router_pb2.RecordQuery, context: _Context) -> Any:
+        return to_pb(await self._handler.find_records(request.request_id, request.limit))
 
 
 def _sizes(pools: tuple[t.PoolSize, ...]) -> router_pb2.PoolSizes:

@@ -107,19 +107,25 @@ class PlaceRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., attempt: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., gateway_id: _Optional[str] = ..., gateway_incarnation: _Optional[int] = ..., deadline_s: _Optional[float] = ..., age_s: _Optional[float] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., excluded_workers: _Optional[_Iterable[_Union[WorkerRef, _Mapping]]] = ..., excluded_pairs: _Optional[_Iterable[_Union[WorkerPair, _Mapping]]] = ..., traceparent: _Optional[str] = ..., held: _Optional[_Union[HeldHandoff, _Mapping]] = ..., ended: _Optional[_Iterable[_Union[PlacementEnd, _Mapping]]] = ...) -> None: ...
 
 class Prediction(_message.Message):
-    __slots__ = ("prefill_wait_s", "prefill_s", "transfer_s", "ttft_s")
+    __slots__ = ("prefill_wait_s", "prefill_s", "transfer_s", "ttft_s", "num_cached_tokens", "num_kept_tokens", "cost_s")
     PREFILL_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
     TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KEPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COST_S_FIELD_NUMBER: _ClassVar[int]
     prefill_wait_s: float
     prefill_s: float
     transfer_s: float
     ttft_s: float
-    def __init__(self, prefill_wait_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., ttft_s: _Optional[float] = ...) -> None: ...
+    num_cached_tokens: int
+    num_kept_tokens: int
+    cost_s: float
+    def __init__(self, prefill_wait_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., num_cached_tokens: _Optional[int] = ..., num_kept_tokens: _Optional[int] = ..., cost_s: _Optional[float] = ...) -> None: ...
 
 class Placement(_message.Message):
-    __slots__ = ("placement_id", "handoff_id", "mode", "decode", "prefill", "prediction", "runner_up", "reason", "ticket", "queue_s", "is_held")
+    __slots__ = ("placement_id", "handoff_id", "mode", "decode", "prefill", "prediction", "runner_up", "reason", "ticket", "queue_s", "is_held", "runner_up_prediction")
     PLACEMENT_ID_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
@@ -131,6 +137,7 @@ class Placement(_message.Message):
     TICKET_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     IS_HELD_FIELD_NUMBER: _ClassVar[int]
+    RUNNER_UP_PREDICTION_FIELD_NUMBER: _ClassVar[int]
     placement_id: str
     handoff_id: str
     mode: _common_pb2.Mode
@@ -142,7 +149,8 @@ class Placement(_message.Message):
     ticket: bytes
     queue_s: float
     is_held: bool
-    def __init__(self, placement_id: _Optional[str] = ..., handoff_id: _Optional[str] = ..., mode: _Optional[_Union[_common_pb2.Mode, str]] = ..., decode: _Optional[_Union[_common_pb2.WorkerAddress, _Mapping]] = ..., prefill: _Optional[_Union[_common_pb2.WorkerAddress, _Mapping]] = ..., prediction: _Optional[_Union[Prediction, _Mapping]] = ..., runner_up: _Optional[str] = ..., reason: _Optional[str] = ..., ticket: _Optional[bytes] = ..., queue_s: _Optional[float] = ..., is_held: _Optional[bool] = ...) -> None: ...
+    runner_up_prediction: Prediction
+    def __init__(self, placement_id: _Optional[str] = ..., handoff_id: _Optional[str] = ..., mode: _Optional[_Union[_common_pb2.Mode, str]] = ..., decode: _Optional[_Union[_common_pb2.WorkerAddress, _Mapping]] = ..., prefill: _Optional[_Union[_common_pb2.WorkerAddress, _Mapping]] = ..., prediction: _Optional[_Union[Prediction, _Mapping]] = ..., runner_up: _Optional[str] = ..., reason: _Optional[str] = ..., ticket: _Optional[bytes] = ..., queue_s: _Optional[float] = ..., is_held: _Optional[bool] = ..., runner_up_prediction: _Optional[_Union[Prediction, _Mapping]] = ...) -> None: ...
 
 class PlacementEnd(_message.Message):
     __slots__ = ("placement_id", "request_id", "attempt", "outcome", "blamed_worker")
@@ -354,8 +362,26 @@ class RequestStage(_message.Message):
     seconds: float
     def __init__(self, name: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
+class AttemptRecord(_message.Message):
+    __slots__ = ("attempt", "started_s", "duration_s", "num_choices", "outcome", "message", "placement")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    STARTED_S_FIELD_NUMBER: _ClassVar[int]
+    DURATION_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHOICES_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    attempt: int
+    started_s: float
+    duration_s: float
+    num_choices: int
+    outcome: str
+    message: str
+    placement: Placement
+    def __init__(self, attempt: _Optional[int] = ..., started_s: _Optional[float] = ..., duration_s: _Optional[float] = ..., num_choices: _Optional[int] = ..., outcome: _Optional[str] = ..., message: _Optional[str] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ...) -> None: ...
+
 class RequestRecord(_message.Message):
-    __slots__ = ("request_id", "model", "outcome", "num_prompt_tokens", "num_completion_tokens", "num_cached_tokens", "attempts", "mode", "prefill_worker", "decode_worker", "reason", "stages", "ttft_s", "duration_s", "traceparent")
+    __slots__ = ("request_id", "model", "outcome", "num_prompt_tokens", "num_completion_tokens", "num_cached_tokens", "attempts", "mode", "prefill_worker", "decode_worker", "reason", "stages", "ttft_s", "duration_s", "traceparent", "transfer_bytes", "transfer_backend", "history")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
@@ -371,6 +397,9 @@ class RequestRecord(_message.Message):
     TTFT_S_FIELD_NUMBER: _ClassVar[int]
     DURATION_S_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_BACKEND_FIELD_NUMBER: _ClassVar[int]
+    HISTORY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     outcome: str
@@ -386,13 +415,22 @@ class RequestRecord(_message.Message):
     ttft_s: float
     duration_s: float
     traceparent: str
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., outcome: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., num_completion_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., mode: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., reason: _Optional[str] = ..., stages: _Optional[_Iterable[_Union[RequestStage, _Mapping]]] = ..., ttft_s: _Optional[float] = ..., duration_s: _Optional[float] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    transfer_bytes: int
+    transfer_backend: str
+    history: _containers.RepeatedCompositeFieldContainer[AttemptRecord]
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., outcome: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., num_completion_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., mode: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., reason: _Optional[str] = ..., stages: _Optional[_Iterable[_Union[RequestStage, _Mapping]]] = ..., ttft_s: _Optional[float] = ..., duration_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., transfer_bytes: _Optional[int] = ..., transfer_backend: _Optional[str] = ..., history: _Optional[_Iterable[_Union[AttemptRecord, _Mapping]]] = ...) -> None: ...
 
 class RequestRecords(_message.Message):
-    __slots__ = ("records",)
+    __slots__ = ("records", "num_kept", "max_kept", "oldest_age_s")
     RECORDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KEPT_FIELD_NUMBER: _ClassVar[int]
+    MAX_KEPT_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_AGE_S_FIELD_NUMBER: _ClassVar[int]
     records: _containers.RepeatedCompositeFieldContainer[RequestRecord]
-    def __init__(self, records: _Optional[_Iterable[_Union[RequestRecord, _Mapping]]] = ...) -> None: ...
+    num_kept: int
+    max_kept: int
+    oldest_age_s: float
+    def __init__(self, records: _Optional[_Iterable[_Union[RequestRecord, _Mapping]]] = ..., num_kept: _Optional[int] = ..., max_kept: _Optional[int] = ..., oldest_age_s: _Optional[float] = ...) -> None: ...
 
 class RecordQuery(_message.Message):
     __slots__ = ("request_id", "limit")

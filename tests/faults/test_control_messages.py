@@ -155,7 +155,7 @@ async def test_one_trace_context_reaches_everybody(
         ("decode-0", "Open"),
     } <= kinds, kinds
     records = await cluster.router.find_records("", 1000)
-    while not any(trace_id in record.traceparent for record in records):  # told when the gateway next reports
+    while not any(trace_id in record.traceparent for record in records.records):  # told when the gateway next reports
         await asyncio.sleep(0.05)
         records = await cluster.router.find_records("", 1000)
 

@@ -29,7 +29,7 @@ from core.ids import GatewayId, HandoffId, Incarnation, PlacementId, WorkerId, n
 from gateway.attempt import Attempt
 from gateway.legs import Peers
 from gateway.pipeline import Pipeline, PipelineLimits
-from gateway.run import Branch, Choice, Run
+from gateway.run import MAX_HISTORY, MAX_MESSAGE, Branch, Choice, Run
 from gateway.stages import StageClock
 from gateway.text import ChoiceText, TextDelta, TextRules
 from gateway.token_streams import TokenStreams
@@ -634,3 +634,38 @@ async def test_ends_that_did_not_reach_the_router_are_told_again(monkeypatch: py
         r.cluster.place = away_once  # type: ignore[method-assign]
         await r.text(r.run())
         assert first.request.request_id in {end.request_id for end in r.cluster.ends}
+
+
+async def test_the_record_tells_of_every_attempt_and_how_it_ended() -> None:
+    faults = {1: Fault(on_admit=LOST), 2: Fault(on_admit=OutOfBlocks("full")), 3: Fault(fail_at=4)}
+    async with rig(Script(steps=STEPS, faults=faults, num_decodes=3)) as r:
+        run = r.run()
+        assert await r.text(run) == TEXT
+        history = run.record().history
+        assert [one.attempt for one in history] == [1, 2, 3, 4] and run.record().attempts == 4
+        assert [one.outcome for one in history] == ["worker_lost", "out_of_blocks", "worker_lost", "ok"]
+        assert [one.message for one in history][:2] == ["scripted", "full"]
+        assert all(one.placement is not None and one.placement.decode.worker_id for one in history)
+        assert [one.started_s for one in history] == sorted(one.started_s for one in history)
+        assert sum(one.duration_s for one in history) <= run.record().duration_s
+
+
+async def test_the_record_tells_of_a_placement_that_never_came() -> None:
+    async with rig(Script(steps=STEPS, faults={1: Fault(on_place=NoWorker("no worker is left"))})) as r:
+        run = r.run()
+        with pytest.raises(NoWorker):
+            await r.text(run)
+        (one,) = run.record().history
+        assert (one.outcome, one.message, one.placement) == ("no_worker", "no worker is left", None)
+
+
+async def test_a_record_keeps_the_latest_of_many_attempts() -> None:
+    faults = {n: Fault(on_admit=QueueFull("full" * 1000)) for n in range(1, 100)}
+    async with rig(Script(steps=STEPS, faults=faults)) as r:
+        run = r.run()
+        run.history.extend([t.AttemptRecord(attempt=0, started_s=0, duration_s=0, num_choices=1, outcome="ok")] * 20)
+        with pytest.raises(QueueFull):
+            await r.text(run)
+        history = run.record().history
+        assert len(history) == MAX_HISTORY and history[-1].attempt == run.attempt
+        assert len(history[-1].message) == MAX_MESSAGE

@@ -382,20 +382,34 @@ async def test_records_are_kept_newest_first_and_bounded() -> None:
     cell = Cell(max_records=3)
     report = make_report()
     records = tuple(make_record(f"r{i}") for i in range(5))
-    await cell.handler.report_gateway(
-        type(report)(
-            gateway_id=report.gateway_id,
-            incarnation=report.incarnation,
-            http_address="",
-            pid=1,
-            num_requests=0,
-            records=records,
-        )
-    )
-    assert [r.request_id for r in await cell.handler.find_records("", 0)] == ["r4", "r3", "r2"]
-    assert [r.request_id for r in await cell.handler.find_records("", 1)] == ["r4"]
-    assert [r.request_id for r in await cell.handler.find_records("r3", 0)] == ["r3"]
-    assert await cell.handler.find_records("r0", 0) == ()
+    await cell.handler.report_gateway(replace(report, records=records))
+
+    async def found(request_id: str, limit: int = 0) -> list[str]:
+        return [record.request_id for record in (await cell.handler.find_records(request_id, limit)).records]
+
+    assert await found("") == ["r4", "r3", "r2"]
+    assert await found("", 1) == ["r4"]
+    assert await found("r3") == ["r3"]
+    assert await found("r0") == await found("r") == []
+
+
+async def test_the_ring_says_how_far_back_it_reaches() -> None:
+    cell = Cell(max_records=3)
+    nothing = await cell.handler.find_records("r0", 0)
+    assert (nothing.num_kept, nothing.max_kept, nothing.oldest_age_s) == (0, 3, 0.0)
+    for number in range(5):
+        cell.clock.advance(60)
+        await cell.handler.report_gateway(replace(make_report(), records=(make_record(f"r{number}"),)))
+    cell.clock.advance(1)
+    asked = await cell.handler.find_records("r0", 0)
+    assert (asked.records, asked.num_kept, asked.oldest_age_s) == ((), 3, 121.0)
+
+
+async def test_the_prompts_of_one_call_are_found_by_its_id(cell: Cell) -> None:
+    records = tuple(make_record(request_id) for request_id in ("a", "a-1", "a-2", "ab"))
+    await cell.handler.report_gateway(replace(make_report(), records=records))
+    found = await cell.handler.find_records("a", 0)
+    assert [record.request_id for record in found.records] == ["a-2", "a-1", "a"]
 
 
 async def test_the_gauge_of_workers_has_every_state_from_the_start(cell: Cell) -> None:
