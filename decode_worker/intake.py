@@ -61,8 +61,8 @@ class Admission:
     gateway: Incarnation
     deadline_at: float
     """On the clock of this worker."""
-    rank: tuple[int, int]
-    """Order of service: priority under that policy, then arrival."""
+    rank: tuple[int, float, int]
+    """Order of service: priority under that policy, then age (wherever it has waited before), then arrival."""
     num_blocks: int
     """To reserve: the prompt, the accepted tokens and a projected answer for each choice."""
     num_blocks_apart: int

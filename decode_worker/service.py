@@ -236,7 +236,11 @@ class DecodeRole:
         self._num_arrivals += 1
         return Admission(
             asked=request,
-            rank=(asked.priority if self._has_priorities else 0, self._num_arrivals),
+            rank=(
+                asked.priority if self._has_priorities else 0,
+                context.clock.now() - asked.age_s,
+                self._num_arrivals,
+            ),
             gateway=asked.gateway_incarnation,
             deadline_at=context.clock.now() + asked.deadline_s,
             num_blocks=min(wanted, limits.num_blocks),
@@ -455,5 +459,5 @@ class DecodeRole:
         await self._end_all(lost, None)
 
 
-def _rank(admission: Admission) -> tuple[int, int]:
+def _rank(admission: Admission) -> tuple[int, float, int]:
     return admission.rank

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from core import types as t
-from core.errors import Blame, Cancelled, InternalError, NoWorker, Recovery, ServingError, WorkerLost
+from core.errors import Blame, Cancelled, InternalError, NoWorker, OutOfBlocks, Recovery, ServingError, WorkerLost
 from core.ids import WorkerId
 from core.tasks import all_or_none
 from gateway.attempt import Attempt
@@ -187,7 +187,7 @@ def _end_of(run: Run, placement: t.Placement, number: int, outcome: str, error: 
 
 def _is_held(branch: Branch, placement: t.Placement, error: ServingError, recovery: Recovery) -> bool:
     """Whether another decode worker may fetch what P has: it was this one, or the way to it, that failed."""
-    if branch.prefill is None or branch.prefill.held is None:
-        return False
+    if branch.prefill is None or branch.prefill.held is None or isinstance(error, OutOfBlocks):
+        return False  # no room: not to compute it, or not to hold it any longer
     is_decode_to_blame = error.blame is Blame.WORKER and error.worker_id == placement.decode.worker_id
     return recovery in (Recovery.REFETCH, Recovery.LATER) or is_decode_to_blame

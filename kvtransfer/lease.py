@@ -116,6 +116,7 @@ class _Tombstone:
     until: float
     reason: str
     lease_id: LeaseId | None = None
+    error: type[LeaseExpired | OutOfBlocks] = LeaseExpired
 
 
 @dataclass(slots=True)
@@ -228,14 +229,23 @@ class LeaseTable:
         if lease is not None:
             self._slots.set_digest(lease.slot, digest)
 
-    def revoke(self, handoff_id: HandoffId, reason: str, *, now: float) -> EndedLease | None:
+    def revoke(
+        self,
+        handoff_id: HandoffId,
+        reason: str,
+        *,
+        now: float,
+        error: type[LeaseExpired | OutOfBlocks] = LeaseExpired,
+    ) -> EndedLease | None:
         """End the lease (cancelled, preempted, draining). Without one a tombstone is left, so that a late ``open`` is
-        refused."""
+        refused. A late ``claim`` raises ``error``."""
         lease_id = self._by_handoff.get(handoff_id)
         if lease_id is None:
             self._tombstones.setdefault(handoff_id, _Tombstone(now + self._tombstone_s, reason))
             return None
-        return self._end(self._leases[lease_id], LeaseState.REVOKED, reason, now)
+        ended = self._end(self._leases[lease_id], LeaseState.REVOKED, reason, now)
+        self._tombstones[handoff_id].error = error
+        return ended
 
     def expire(self, now: float) -> list[EndedLease]:
         """Called by a timer: ends what is over, forgets old tombstones."""
@@ -262,7 +272,8 @@ class LeaseTable:
         """Make ``reader`` the holder; the claims before it stop counting. Legal while FILLING, idempotent.
 
         None: the hand-off is not known (yet); the caller keeps the message for up to ``lease_s``. Raises LeaseExpired
-        when it is over and StaleLease when a newer attempt, or another reader of the same attempt, holds it.
+        when it is over (OutOfBlocks if its room was needed) and StaleLease when a newer attempt, or another reader of
+        the same attempt, holds it.
         """
         lease_id = self._by_handoff.get(handoff_id)
         if lease_id is None:
@@ -270,7 +281,7 @@ class LeaseTable:
             if tombstone is None:
                 return None
             self._counts.late += 1
-            raise LeaseExpired(f"hand-off {handoff_id} is over: {tombstone.reason}")
+            raise tombstone.error(f"hand-off {handoff_id} is over: {tombstone.reason}")
         lease = self._leases[lease_id]
         if lease.expires_at <= now:
             raise LeaseExpired(f"hand-off {handoff_id} is over: lease time")

@@ -18,10 +18,10 @@ blocks back afterwards. Everything runs on the event loop.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from core.errors import Blame, LayoutMismatch, LeaseExpired, ServingError, StaleLease
+from core.errors import Blame, LayoutMismatch, LeaseExpired, OutOfBlocks, ServingError, StaleLease
 from core.handoff import (
     AbortHandoff,
     Claim,
@@ -120,6 +120,8 @@ class Exports:
         self.digests = DigestMemory(context.digester, context.engine.pool.generations)
         self.room_freed = asyncio.Event()
         """Set whenever blocks or quota came back."""
+        self.on_readers_changed: Callable[[], None] = lambda: None
+        """Called when a reader has come that waits for a hand-off which has not begun, or has gone."""
         self.sent_bytes = 0
         self.refetched_tokens = 0
         """Of hand-offs that another claim than the first has taken: they were not computed again."""
@@ -130,6 +132,10 @@ class Exports:
     def expect(self, handoff_id: HandoffId) -> None:
         """The prompt is here and waits for room: so may an early Open, for as long as it takes."""
         self._expected.add(handoff_id)
+
+    def is_awaited(self, handoff_id: HandoffId) -> bool:
+        """A reader has asked for what has not begun yet: it has room for all of it."""
+        return handoff_id in self._early
 
     def expect_no_more(self, handoff_id: HandoffId) -> None:
         """The call has ended. An Open that still waits is answered when its time is over."""
@@ -158,9 +164,10 @@ class Exports:
             num_tokens=num_tokens,
             span=self._context.telemetry.begin("kv.hold", parent=traceparent, handoff_id=handoff_id, attempt=attempt),
         )
-        early = self._early.pop(handoff_id, None)
+        early = self._early.get(handoff_id)
         if early is not None:
-            self._claim(early.connection, early.message)
+            self._claim(early.connection, early.message)  # counted already, since it waits
+            del self._early[handoff_id]
 
     def offer(self, handoff_id: HandoffId, first_block: int, blocks: Sequence[int]) -> None:
         """More complete blocks of a prompt under computation, leased already; they are announced once digested. Nothing
@@ -247,7 +254,8 @@ class Exports:
 
     def end(self, handoff_id: HandoffId, error: ServingError) -> bool:
         """Cancelled, failed, or not needed. A tombstone stays. False when nothing was held any more."""
-        ended = self._leases.revoke(handoff_id, error.message, now=self._context.clock.now())
+        kind = OutOfBlocks if isinstance(error, OutOfBlocks) else LeaseExpired
+        ended = self._leases.revoke(handoff_id, error.message, now=self._context.clock.now(), error=kind)
         early = self._early.pop(handoff_id, None)
         if early is not None:
             self._refuse(early.connection, early.message, error)
@@ -255,6 +263,16 @@ class Exports:
             return False
         self._over(ended, error)
         return True
+
+    def end_unawaited(self, error: OutOfBlocks) -> HandoffId | None:
+        """End the youngest hand-off that no reader has asked for; None when there is none. Who asks for it later is
+        refused with OutOfBlocks: the request is placed anew, and has lost no attempt."""
+        for handoff_id in reversed(self._exports):
+            view = self._leases.find(handoff_id)
+            if view is not None and view.reader is None:
+                self.end(handoff_id, error)
+                return handoff_id
+        return None
 
     def end_announced(self, handoff_id: HandoffId, error: ServingError) -> bool:
         """End a hand-off of which blocks were offered; one that nobody can read from yet goes on."""
@@ -333,13 +351,14 @@ class Exports:
             self._context.pairs.count(connection.peer.worker_id, num_handoffs=1, num_retries=num_retries)
         try:
             view = self._leases.claim(message.handoff_id, reader, now=now)
-        except (LeaseExpired, StaleLease) as error:
+        except (LeaseExpired, StaleLease, OutOfBlocks) as error:
             self._refuse(connection, message, error)
             return
         if view is None:
             if early is None or early.message.attempt < message.attempt:
                 until = now + self._context.config.transfer.lease_s
                 self._early[message.handoff_id] = _Early(connection=connection, message=message, until=until)
+                self.on_readers_changed()
             return
         export = self._exports[message.handoff_id]
         export.lease = view
@@ -387,6 +406,7 @@ class Exports:
         early = self._early.get(message.handoff_id)
         if early is not None and early.connection is connection and early.message.attempt == message.attempt:
             del self._early[message.handoff_id]
+            self.on_readers_changed()
         view = self._leases.find(message.handoff_id)
         reader = Reader(incarnation=connection.incarnation, attempt=message.attempt)
         if view is None or view.reader != reader:
@@ -456,6 +476,7 @@ class Exports:
             log.info("reader lost", extra={"reader": connection.peer.worker_id, "claims": dropped})
         for handoff_id in [key for key, early in self._early.items() if early.connection is connection]:
             del self._early[handoff_id]
+        self.on_readers_changed()
         connection.outgoing.put_nowait(None)
 
     # -- ends ---------------------------------------------------------------------------------------------------------

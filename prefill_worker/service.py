@@ -6,7 +6,11 @@ An attempt at P::
       |                                                 |            `--they end every choice--> over
       `--deadline | cancel | draining--> over           `--deadline | cancel | NaN--> over
 
-ROOM is a line (first come, first served, or by priority). COMPUTING is one sequence, which reads the prompt; with
+ROOM is a line (the oldest first, or by priority); prompts whose reader has asked for them come first. Such a
+reader has room for all of it, so what it asked for ends, and gives its blocks back. What nobody has asked for yet may
+be held for as long as a decode worker has no room, and that room may be promised to a prompt that waits here: so an
+awaited prompt that has waited for `_PATIENCE_S` ends what is not awaited, the youngest first, and no two requests can
+wait for what the other one holds. COMPUTING is one sequence, which reads the prompt; with
 several choices the others are forked from it for their first tokens (worker/choices.py). The call ends when the first
 tokens are known; HELD outlives it under the lease.
 """
@@ -14,8 +18,8 @@ tokens are known; HELD outlives it under the lease.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -53,11 +57,13 @@ from prefill_worker.export import Exports
 from rpc.server import RpcServer
 from worker.choices import discard, fork
 from worker.context import Tombstones, WorkerContext
-from worker.line import Line
+from worker.line import Line, Place
 
 log = logging.getLogger(__name__)
 
 _ROOM_RETRY_S = 0.05
+_PATIENCE_S = 0.5
+"""Of a prompt whose reader waits, with those that have none (yet: it may be on its way)."""
 _ENDING_S = 5.0
 
 
@@ -74,6 +80,18 @@ class _Attempt:
     abort_error: ServingError | None = None
 
 
+@dataclass(slots=True)
+class _Patience:
+    """Of the head of the line, from the moment at which it is known to have a reader."""
+
+    since: float | None = None
+
+    def is_over(self, has_reader: bool) -> bool:
+        now = asyncio.get_running_loop().time()
+        self.since = None if not has_reader else now if self.since is None else self.since
+        return self.since is not None and now - self.since >= _PATIENCE_S
+
+
 class PrefillRole:
     """See worker/context.py for the contract of a role, proto/prefill.proto for that of the calls."""
 
@@ -84,6 +102,8 @@ class PrefillRole:
         self._attempts: dict[tuple[RequestId, int], _Attempt] = {}
         self._tombstones = Tombstones(context.clock, 2 * context.config.transfer.lease_s)
         self._line = Line(context.pool_config)
+        self._places: dict[Place, HandoffId] = {}
+        self.exports.on_readers_changed = self._look_for_readers
         self._scope = TaskScope("prefill")
         self._reaping = TaskScope("prefill-leases", on_failure=context.on_broken)
 
@@ -269,32 +289,51 @@ class PrefillRole:
             raise
 
     async def _wait_for_room(self, request: PrefillRequest, attempt: _Attempt) -> list[Reservation]:
-        """Blocks for the whole prompt and a lease within the quota; the head of the line waits, nobody overtakes it.
+        """Blocks for the whole prompt and a lease within the quota; the head of the line waits, and only those overtake
+        it whose reader has room for them.
 
         A reservation for each choice: the first computes the prompt, the others its last token again.
         """
         if len(self._line) >= self._context.pool_config.max_queue:
             raise QueueFull(f"{self._context.worker_id} has {len(self._line)} prompts waiting")
         num_blocks, num_others = self._context.geometry.blocks_for(attempt.num_tokens), len(attempt.firsts) - 1
-        with self._line.join(request.request.priority) as place:
+        with self._stand_in_line(request) as place:
+            patience = _Patience()
             while True:
                 await self._line.first(place)
                 self.exports.room_freed.clear()
                 try:
                     reservation = self._context.engine.pool.reserve(num_blocks + num_others)
                 except OutOfBlocks:
-                    await self._room_freed()
+                    await self._room_freed(place, patience)
                     continue
                 try:
                     self._begin_export(request, attempt)
                 except OutOfBlocks:
                     reservation.release()
-                    await self._room_freed()
+                    await self._room_freed(place, patience)
                     continue
                 except BaseException:
                     reservation.release()
                     raise
                 return [reservation, *(reservation.split(1) for _ in range(num_others))]
+
+    @contextmanager
+    def _stand_in_line(self, request: PrefillRequest) -> Iterator[Place]:
+        asked = request.request
+        with self._line.join(asked.priority, since=self._context.clock.now() - asked.age_s) as place:
+            self._places[place] = request.handoff_id
+            self._look_for_readers()
+            try:
+                yield place
+            finally:
+                del self._places[place]
+
+    def _look_for_readers(self) -> None:
+        """A reader has come or gone: who is awaited goes first."""
+        for place, handoff_id in self._places.items():
+            self._line.prefer(place, self.exports.is_awaited(handoff_id))
+        self.exports.room_freed.set()
 
     def _begin_export(self, request: PrefillRequest, attempt: _Attempt) -> None:
         asked = request.request
@@ -307,12 +346,22 @@ class PrefillRole:
             traceparent=attempt.span.traceparent,
         )
 
-    async def _room_freed(self) -> None:
+    async def _room_freed(self, place: Place, patience: "_Patience") -> None:
+        if patience.is_over(place.is_preferred):
+            self._end_unawaited()
         try:
             async with asyncio.timeout(_ROOM_RETRY_S):
                 await self.exports.room_freed.wait()
         except TimeoutError:
             pass  # blocks may also come back without an event
+
+    def _end_unawaited(self) -> None:
+        """Make room for a prompt whose reader waits: the youngest that nobody has asked for gives its own back."""
+        error = OutOfBlocks(f"{self._context.worker_id} needed the room for a prompt that a decode worker waits for")
+        handoff_id = self.exports.end_unawaited(error)
+        for attempt in self._attempts.values():
+            if attempt.handoff_id == handoff_id:
+                _fail(attempt, error)
 
     def _check_size(self, num_tokens: int, *, num_choices: int) -> None:
         limits, geometry = self._context.engine.limits, self._context.geometry
@@ -359,16 +408,21 @@ class PrefillRole:
         attempt = self._attempts.get(key)
         if attempt is None or attempt.is_held or attempt.task is None:
             return False
-        waiting = [first for first in attempt.firsts.values() if not first.done()]
-        if attempt.has_room and waiting:
-            for first in waiting:
-                first.set_exception(error)
-                first.exception()  # taken here too: the call may end before it looks
-        else:
+        if not attempt.has_room or not _fail(attempt, error):
             attempt.abort_error = error
             attempt.task.cancel()
         await asyncio.gather(_ended(attempt.task), return_exceptions=True)
         return True
+
+
+def _fail(attempt: _Attempt, error: ServingError) -> bool:
+    """End a prompt under computation; its call gives its blocks back. False when there is nothing to compute any
+    more."""
+    waiting = [first for first in attempt.firsts.values() if not first.done()]
+    for first in waiting:
+        first.set_exception(error)
+        first.exception()  # taken here too: the call may end before it looks
+    return bool(waiting)
 
 
 async def _ended(task: "asyncio.Task[PrefillReply]") -> None:

@@ -117,6 +117,8 @@ class VirtualRouter:
     cluster: VirtualCluster
     known: dict[WorkerId, VirtualWorker] = field(default_factory=dict)
     num_placements: int = 0
+    share_local: float = 0.0
+    """Of the requests whose decode worker is to read the prompt."""
 
     async def place(self, request: t.PlaceRequest) -> t.Placement:
         rng = self.cluster.rng
@@ -140,6 +142,13 @@ class VirtualRouter:
             if pairs:
                 prefill, decode = rng.choice(holding or pairs)
                 self.num_placements += 1
+                if not holding and rng.random() < self.share_local:
+                    return t.Placement(
+                        placement_id=PlacementId(f"p{self.num_placements}"),
+                        handoff_id=HandoffId(""),
+                        mode=t.Mode.LOCAL,
+                        decode=decode.address,
+                    )
                 handoff_id = HandoffId(f"{request.request_id}-{request.attempt}")
                 return t.Placement(
                     placement_id=PlacementId(f"p{self.num_placements}"),

@@ -60,3 +60,23 @@ async def test_whoever_leaves_lets_the_next_one_on() -> None:
     second.cancel()
     await asyncio.gather(second, return_exceptions=True)
     assert len(line) == 0
+
+
+async def test_whoever_is_preferred_passes_all_others_until_that_is_taken_back() -> None:
+    line = Line(PoolConfig())
+    with line.join(0) as first, line.join(0) as second:
+        await line.first(first)
+        line.prefer(second, True)
+        await line.first(second)
+        waiting = asyncio.create_task(line.first(first))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        line.prefer(second, False)
+        await waiting
+
+
+async def test_the_oldest_is_first_wherever_it_waited_before() -> None:
+    line = Line(PoolConfig())
+    with line.join(0, since=5.0) as young, line.join(0, since=1.0) as old:
+        await line.first(old)
+        assert not young.is_preferred
