@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from core.errors import ConfigError, WorkerLost
 from core.ids import format_incarnation
-from core.types import ClusterStatus, ExecutionKind, WorkerStatus
+from core.types import ClusterStatus, ExecutionKind, ScalingStatus, WorkerStatus
 from rpc.clients import RouterClient
 
 
@@ -40,6 +40,7 @@ def to_json(status: ClusterStatus) -> dict[str, object]:
         },
         "models": [asdict(model) for model in status.models],
         "pools": [asdict(pool) for pool in status.pools],
+        "autoscaler": [{**asdict(one), "needs": dict(one.needs)} for one in status.scaling],
         "workers": [_worker_to_json(worker) for worker in status.workers],
         "gateways": [
             {**asdict(gateway), "incarnation": format_incarnation(gateway.incarnation)} for gateway in status.gateways
@@ -84,6 +85,7 @@ def render(status: ClusterStatus) -> str:
     """Three tables that fit a terminal, below what is unusual."""
     pools = [(pool.model, pool.role, f"{pool.ready}/{pool.desired}") for pool in status.pools]
     problems = "".join(f"\n! {pool.model} {pool.role}: {pool.problem}" for pool in status.pools if pool.problem)
+    scaling = [_scaling_row(one) for one in status.scaling]
     workers = [_worker_row(worker) for worker in status.workers]
     gateways = [
         (gateway.gateway_id, str(gateway.pid), gateway.http_address, str(gateway.num_requests))
@@ -99,6 +101,7 @@ def render(status: ClusterStatus) -> str:
             head,
             *([f"MOCK EXECUTION: no model is run, all answers of {mocks} are made up"] if mocks else []),
             table(("MODEL", "POOL", "READY"), pools) + problems,
+            *([table(("AUTOSCALER", "MODE", "DECISION", "TARGET", "WHY"), scaling)] if scaling else []),
             table(
                 ("WORKER", "ROLE", "STATE", "PID", "INCARNATION", "RUN", "WAIT", "KV BLOCKS", "KV RECEIVED", "HTTP"),
                 workers,
@@ -126,6 +129,11 @@ def _worker_row(worker: WorkerStatus) -> tuple[str, ...]:
         received,
         registration.http_address,
     )
+
+
+def _scaling_row(scaling: ScalingStatus) -> tuple[str, ...]:
+    targets = " ".join(f"{size.role}={size.replicas}" for size in scaling.targets) or "-"
+    return scaling.model, scaling.mode, scaling.action, targets, scaling.reason
 
 
 def _state(worker: WorkerStatus) -> str:

@@ -138,6 +138,60 @@ class GenerationConfig(_Section):
         return self
 
 
+class SizeLimits(_Section):
+    """Between what an autoscaler may size a pool."""
+
+    min: int = Field(default=1, ge=0, le=1024)
+    max: int = Field(default=8, ge=1, le=1024)
+
+    @model_validator(mode="after")
+    def _order(self) -> Self:
+        if self.min > self.max:
+            raise ValueError(f"min is {self.min} and max {self.max}: min must not be more")
+        return self
+
+
+class AutoscaleConfig(_Section):
+    """How the pools of one model are sized, both together (router/autoscaler.py)."""
+
+    mode: Literal["off", "observe", "act"] = "observe"
+    """``observe`` decides, logs and shows what it would do; ``act`` does it."""
+    prefill: SizeLimits = SizeLimits()
+    decode: SizeLimits = SizeLimits()
+    unified: SizeLimits = SizeLimits()
+    ttft_s: float = Field(default=2, gt=0)
+    tpot_s: float = Field(default=0.1, gt=0)
+    """The objectives: until the first token, and between tokens."""
+    interval_s: float = Field(default=5, gt=0)
+    window_s: float = Field(default=60, gt=0)
+    """Over which demand is measured."""
+    start_s: float = Field(default=30, ge=0)
+    """What a new worker needs until it serves: so far ahead demand is projected."""
+    up_use: float = Field(default=0.8, gt=0, le=1)
+    """A pool is too small when more of it than this is needed ..."""
+    down_use: float = Field(default=0.7, gt=0, le=1)
+    """... and may lose a worker when the others would be used less than this."""
+    max_step_up: int = Field(default=2, ge=1)
+    up_stable_s: float = Field(default=10, ge=0)
+    up_cooldown_s: float = Field(default=30, ge=0)
+    down_stable_s: float = Field(default=300, ge=0)
+    down_cooldown_s: float = Field(default=120, ge=0)
+
+    @field_validator("mode", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: object) -> object:
+        return "off" if value is False else value  # YAML reads a bare `off` as false
+
+    @model_validator(mode="after")
+    def _hysteresis(self) -> Self:
+        if self.down_use > self.up_use:
+            raise ValueError(f"down_use is {self.down_use:g} and up_use {self.up_use:g}: sizes would go up and down")
+        return self
+
+    def limits(self, role: Role) -> SizeLimits:
+        return {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.UNIFIED: self.unified}[role]
+
+
 class ModelConfigSection(_Section):
     """One served model and its pools."""
 
@@ -160,6 +214,7 @@ class ModelConfigSection(_Section):
     pools: dict[Role, PoolConfig] = Field(
         default_factory=lambda: {Role.PREFILL: PoolConfig(), Role.DECODE: PoolConfig()}
     )
+    autoscale: AutoscaleConfig = AutoscaleConfig()
 
     @field_validator("pools")
     @classmethod

@@ -604,6 +604,8 @@ class ClusterStatus:
     """Placements whose end was not reported yet."""
     num_waiting: int
     """Requests waiting at the router for a worker."""
+    scaling: tuple["ScalingStatus", ...] = ()
+    """Of models whose autoscaler is not off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -615,6 +617,21 @@ class PoolSize:
     replicas: int
     age_s: float | None = None
     """How long ago somebody said so; None: nobody did, it is the configuration's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingStatus:
+    """What the autoscaler of a model decided last."""
+
+    model: str
+    mode: str
+    """``observe`` or ``act``."""
+    action: str
+    reason: str
+    targets: tuple[PoolSize, ...] = ()
+    """What the sizes would be without guards; ``age_s`` is the decision's."""
+    needs: tuple[tuple[Role, float], ...] = ()
+    """In workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

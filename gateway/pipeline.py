@@ -16,7 +16,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from core import types as t
-from core.errors import Blame, Cancelled, InternalError, NoWorker, OutOfBlocks, Recovery, ServingError, WorkerLost
+from core.errors import (
+    Blame,
+    Cancelled,
+    InternalError,
+    NoWorker,
+    OutOfBlocks,
+    Recovery,
+    ServingError,
+    WorkerDraining,
+    WorkerLost,
+)
 from core.ids import WorkerId
 from core.tasks import all_or_none
 from gateway.attempt import Attempt
@@ -155,6 +165,8 @@ class Pipeline:
             num_waits = branch.num_refused
         elif placement.is_held and error.blame is Blame.NONE:
             num_waits = 0  # what was held is gone: to ask for it was no attempt
+        elif isinstance(error, WorkerDraining) and self._avoid(branch, placement, error):
+            num_waits = 0  # nobody failed: it leaves because it was asked to, once, and was no attempt
         else:
             branch.num_failed += 1
             if branch.num_failed >= self._limits.max_attempts:
@@ -164,7 +176,9 @@ class Pipeline:
         backoff_s = 0.0 if num_waits == 0 else min(FIRST_BACKOFF_S * 2 ** min(num_waits - 1, 10), MAX_BACKOFF_S)
         return min(backoff_s, run.remaining_s())
 
-    def _avoid(self, branch: Branch, placement: t.Placement, error: ServingError) -> None:
+    def _avoid(self, branch: Branch, placement: t.Placement, error: ServingError) -> bool:
+        """Whether there is somebody to avoid from now on."""
+        num_avoided = len(branch.excluded_pairs) + len(branch.excluded_workers)
         prefill, decode = placement.prefill, placement.decode
         if error.blame is Blame.PAIR and prefill is not None:
             branch.excluded_pairs.append((prefill.worker_id, prefill.incarnation, decode.worker_id, decode.incarnation))
@@ -172,6 +186,7 @@ class Pipeline:
             for worker in (prefill, decode):
                 if worker is not None and worker.worker_id == error.worker_id:
                     branch.excluded_workers.append((worker.worker_id, worker.incarnation))
+        return len(branch.excluded_pairs) + len(branch.excluded_workers) > num_avoided
 
 
 def _end_of(run: Run, placement: t.Placement, number: int, outcome: str, error: ServingError | None) -> t.PlacementEnd:

@@ -16,6 +16,7 @@ from core.types import (
     RequestRecord,
     RequestRecords,
     Role,
+    ScalingStatus,
     WorkerCommand,
     WorkerState,
     WorkerStatus,
@@ -81,7 +82,9 @@ class Admin:
         self._incarnation = incarnation
         self._pid = pid
 
-    def status(self, *, http_address: str, num_placements: int, num_waiting: int) -> ClusterStatus:
+    def status(
+        self, *, http_address: str, num_placements: int, num_waiting: int, scaling: tuple[ScalingStatus, ...]
+    ) -> ClusterStatus:
         """The cell as an operator sees it."""
         workers = self._registry.workers()
         return ClusterStatus(
@@ -94,6 +97,7 @@ class Admin:
             models=self._registry.models(),
             num_placements=num_placements,
             num_waiting=num_waiting,
+            scaling=scaling,
         )
 
     def drain(self, worker_id: str, reason: str) -> None:

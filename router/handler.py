@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
 from core.clock import Clock, MonotonicClock
@@ -37,6 +37,7 @@ from router.policy import PolicySettings
 from router.pools import PoolBook
 from router.prefix_index import PrefixIndex
 from router.registry import Commands, LivenessTimes, Membership, Registry
+from router.scaling import Autoscaler
 from router.waiting import WaitingRoom
 
 log = logging.getLogger(__name__)
@@ -93,6 +94,14 @@ class RouterHandler:
         )
         self._telemetry = telemetry
         self._metrics = RouterMetrics(telemetry.registry, [(pool.model, pool.role) for pool in self._pools.sizes()])
+        self._autoscaler = Autoscaler(
+            config.models,
+            clock=clock,
+            pools=self._pools,
+            metrics=self._metrics,
+            scale=self._rescale,
+            flip=lambda worker_id: self._reflip(worker_id, "the autoscaler"),
+        )
         self._tasks = TaskScope("router")
         self._time = TaskScope("router-time", on_failure=lambda error: self.on_broken())
         self.on_broken: Callable[[], None] = lambda: None
@@ -107,8 +116,9 @@ class RouterHandler:
         since = self._clock.now()
         span = self._telemetry.begin("placement", parent=request.traceparent, kind="server", attempt=request.attempt)
         try:
-            with span:
+            with span, self._autoscaler.placing(request) as placed:
                 placement = await self._room.place(request)
+                placed(placement.prediction.num_cached_tokens)
                 span.set(
                     mode=placement.mode,
                     reason=placement.reason,
@@ -222,7 +232,10 @@ class RouterHandler:
 
     async def status(self) -> ClusterStatus:
         return self._admin.status(
-            http_address=self.http_address, num_placements=len(self._load), num_waiting=len(self._room)
+            http_address=self.http_address,
+            num_placements=len(self._load),
+            num_waiting=len(self._room),
+            scaling=self._autoscaler.statuses(),
         )
 
     async def drain(self, worker_id: str, reason: str) -> None:
@@ -230,6 +243,9 @@ class RouterHandler:
         self._after_change()
 
     async def flip(self, worker_id: str, reason: str) -> tuple[PoolSize, ...]:
+        return self._reflip(worker_id, reason)
+
+    def _reflip(self, worker_id: str, reason: str) -> tuple[PoolSize, ...]:
         sizes = self._admin.flip(worker_id, reason)
         log.info("flip", extra={"worker": worker_id, "reason": reason, "pools": _by_pool(sizes)})
         self._after_change()
@@ -238,6 +254,9 @@ class RouterHandler:
         return sizes
 
     async def scale(self, pools: tuple[PoolSize, ...]) -> tuple[PoolSize, ...]:
+        return self._rescale(pools)
+
+    def _rescale(self, pools: Sequence[PoolSize]) -> tuple[PoolSize, ...]:
         sizes = self._pools.scale(pools)
         log.info("scaled", extra={"pools": _by_pool(sizes)})
         self._room.wake()
@@ -282,6 +301,7 @@ class RouterHandler:
         self._costs.expire(alive)
         self._after_change()
         self._room.tick()
+        self._autoscaler.tick(workers, self._costs.costs)
         self._metrics.show_workers(workers)
         self._metrics.gateways.set(len(self._gateways.statuses()))
         self._metrics.open_placements.set(len(self._load))

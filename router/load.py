@@ -146,7 +146,7 @@ class LoadBook:
         extra = extras.get(key) or _Extra()
         blocks = load.blocks
         return Candidate(
-            address=_address(worker),
+            address=address_of(worker),
             role=registration.role,
             state=worker.state,
             model=registration.model.name,
@@ -168,7 +168,7 @@ def _key(candidate: Candidate) -> WorkerKey:
     return candidate.address.worker_id, candidate.address.incarnation
 
 
-def _address(worker: WorkerStatus) -> WorkerAddress:
+def address_of(worker: WorkerStatus) -> WorkerAddress:
     registration = worker.registration
     return WorkerAddress(
         worker_id=registration.worker_id, incarnation=registration.incarnation, address=registration.address

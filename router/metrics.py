@@ -44,9 +44,25 @@ class RouterMetrics:
             name("prefix_blocks"), "Different KV blocks that workers hold or are about to", registry=registry
         )
         self.gateways = Gauge(name("gateways"), "Gateways that report", registry=registry)
+        self.decisions = Counter(
+            name("autoscaler_decisions"), "Decisions of the autoscaler", ["model", "action", "mode"], registry=registry
+        )
+        self.scaling = Gauge(
+            name("autoscaler_workers"),
+            "Sizes as the autoscaler sees them: current, desired, target",
+            ["model", "role", "kind"],
+            registry=registry,
+        )
         self._pools = set(pools)
         for model, role in self._pools:
             self.incarnations.labels(model, role)
+
+    def show_scaling(self, model: str, role: Role, *, current: int, desired: int, target: int | None) -> None:
+        """``target``: what the size would be without guards; unchanged where nothing could be said."""
+        self.scaling.labels(model, role, "current").set(current)
+        self.scaling.labels(model, role, "desired").set(desired)
+        if target is not None:
+            self.scaling.labels(model, role, "target").set(target)
 
     def show_workers(self, workers: Iterable[WorkerStatus]) -> None:
         """Set the gauge of workers; states and pools without workers are zero."""

@@ -519,7 +519,7 @@ class GatewayStatus(_message.Message):
     def __init__(self, gateway_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., http_address: _Optional[str] = ..., pid: _Optional[int] = ..., num_requests: _Optional[int] = ..., heartbeat_age_s: _Optional[float] = ...) -> None: ...
 
 class ClusterStatus(_message.Message):
-    __slots__ = ("router_incarnation", "router_pid", "router_http_address", "pools", "workers", "gateways", "models", "num_placements", "num_waiting")
+    __slots__ = ("router_incarnation", "router_pid", "router_http_address", "pools", "workers", "gateways", "models", "num_placements", "num_waiting", "scaling")
     ROUTER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROUTER_PID_FIELD_NUMBER: _ClassVar[int]
     ROUTER_HTTP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -529,6 +529,7 @@ class ClusterStatus(_message.Message):
     MODELS_FIELD_NUMBER: _ClassVar[int]
     NUM_PLACEMENTS_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    SCALING_FIELD_NUMBER: _ClassVar[int]
     router_incarnation: int
     router_pid: int
     router_http_address: str
@@ -538,7 +539,8 @@ class ClusterStatus(_message.Message):
     models: _containers.RepeatedCompositeFieldContainer[ModelRecord]
     num_placements: int
     num_waiting: int
-    def __init__(self, router_incarnation: _Optional[int] = ..., router_pid: _Optional[int] = ..., router_http_address: _Optional[str] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., gateways: _Optional[_Iterable[_Union[GatewayStatus, _Mapping]]] = ..., models: _Optional[_Iterable[_Union[ModelRecord, _Mapping]]] = ..., num_placements: _Optional[int] = ..., num_waiting: _Optional[int] = ...) -> None: ...
+    scaling: _containers.RepeatedCompositeFieldContainer[ScalingStatus]
+    def __init__(self, router_incarnation: _Optional[int] = ..., router_pid: _Optional[int] = ..., router_http_address: _Optional[str] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., gateways: _Optional[_Iterable[_Union[GatewayStatus, _Mapping]]] = ..., models: _Optional[_Iterable[_Union[ModelRecord, _Mapping]]] = ..., num_placements: _Optional[int] = ..., num_waiting: _Optional[int] = ..., scaling: _Optional[_Iterable[_Union[ScalingStatus, _Mapping]]] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("worker_id", "reason")
@@ -559,6 +561,30 @@ class PoolSize(_message.Message):
     replicas: int
     age_s: float
     def __init__(self, model: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., replicas: _Optional[int] = ..., age_s: _Optional[float] = ...) -> None: ...
+
+class PoolNeed(_message.Message):
+    __slots__ = ("role", "num_workers")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    role: _common_pb2.Role
+    num_workers: float
+    def __init__(self, role: _Optional[_Union[_common_pb2.Role, str]] = ..., num_workers: _Optional[float] = ...) -> None: ...
+
+class ScalingStatus(_message.Message):
+    __slots__ = ("model", "mode", "action", "reason", "targets", "needs")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    ACTION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
+    NEEDS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    mode: str
+    action: str
+    reason: str
+    targets: _containers.RepeatedCompositeFieldContainer[PoolSize]
+    needs: _containers.RepeatedCompositeFieldContainer[PoolNeed]
+    def __init__(self, model: _Optional[str] = ..., mode: _Optional[str] = ..., action: _Optional[str] = ..., reason: _Optional[str] = ..., targets: _Optional[_Iterable[_Union[PoolSize, _Mapping]]] = ..., needs: _Optional[_Iterable[_Union[PoolNeed, _Mapping]]] = ...) -> None: ...
 
 class PoolProblem(_message.Message):
     __slots__ = ("model", "role", "message")

@@ -23,6 +23,7 @@ from core.errors import (
     QueueFull,
     ServingError,
     TransferStalled,
+    WorkerDraining,
     WorkerLost,
 )
 from core.ids import GatewayId, HandoffId, Incarnation, PlacementId, WorkerId, new_request_id
@@ -288,6 +289,15 @@ async def test_the_attempt_budget_ends_in_the_last_typed_error() -> None:
         with pytest.raises(WorkerLost):
             await r.text(r.run())
         assert r.num_attempts == 3
+
+
+async def test_workers_that_drain_one_after_the_other_cost_no_attempt_and_are_avoided() -> None:
+    faults = {n: Fault(fail_at=n, error=WorkerDraining("drained", worker_id=f"decode-{n - 1}")) for n in range(1, 6)}
+    async with rig(Script(steps=STEPS, faults=faults, num_decodes=6)) as r:
+        run = r.run()
+        assert await r.text(run) == TEXT
+        assert (run.attempt, run.choices[0].accepted) == (6, ids_of(TEXT))
+        assert [name for name, _ in r.cluster.places[-1].excluded_workers] == [f"decode-{n}" for n in range(5)]
 
 
 async def test_a_refusal_for_room_costs_no_attempt_and_carries_the_age() -> None:
