@@ -38,6 +38,7 @@ from gateway.app import Gateway
 from gateway.models import ServedModel
 from gateway.pipeline import Pipeline, PipelineLimits
 from gateway.ports import RpcClients
+from gateway.prompt_blocks import PromptBlocks
 from gateway.run import Choice, Run
 from gateway.server import BACKLOG, Server
 from gateway.stages import StageClock
@@ -262,7 +263,8 @@ class MockCell:
         )
         watch = Stopwatch(request)
         choice.sink = lambda delta: watch.tokens(delta.token_ids)
-        run, outcome = Run(asked, [choice], StageClock(MonotonicClock())), OK
+        blocks = PromptBlocks.of(request.prompt, block_size=self.model.kv.block_size, salt=request.tenant)
+        run, outcome = Run(asked, [choice], StageClock(MonotonicClock()), blocks=blocks), OK
         try:
             await self._pipeline.generate(run)
         except ServingError as error:
