@@ -7,7 +7,8 @@ are lost harmlessly: when the router restarts, the next reports replace them.
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from core.clock import Clock
 from core.ids import GatewayId, Incarnation, PlacementId, WorkerId
@@ -34,22 +35,62 @@ class Reservation:
     """Who reads the prompt: P, or in ``local`` mode the worker itself. Of what is held already nobody does, and its
     blocks are in P's own report: then it is the decode worker too."""
     decode: WorkerKey
-    prompt_tokens: int
-    new_tokens: int
-    """Of the prompt, those that are not cached where it is read."""
-    projected_tokens: int
-    """Prompt and assumed answer."""
-    placed_at: float
     expires_at: float
+
+
+class _Share(NamedTuple):
+    """What one placement, or several, will be to one worker."""
+
+    placed_at: float
+    queued_prompt_tokens: int
+    blocks: int
+    num_requests: int
+
+    def plus(self, other: "_Share", sign: int) -> "_Share":
+        return _Share(
+            0.0,
+            self.queued_prompt_tokens + sign * other.queued_prompt_tokens,
+            self.blocks + sign * other.blocks,
+            self.num_requests + sign * other.num_requests,
+        )
+
+
+_NOTHING = _Share(0.0, 0, 0, 0)
 
 
 @dataclass(slots=True)
 class _Extra:
-    """What reservations add to one worker's report."""
+    """What reservations add to one worker's report: those that the report may not contain, and their sum."""
 
-    queued_prompt_tokens: int = 0
-    blocks: int = 0
-    num_requests: int = 0
+    shares: dict[PlacementId, _Share] = field(default_factory=dict)
+    """In the order of their making."""
+    sum: _Share = _NOTHING
+
+    def add(self, placement_id: PlacementId, share: _Share) -> None:
+        self.shares[placement_id] = share
+        self.sum = self.sum.plus(share, 1)
+
+    def remove(self, placement_id: PlacementId) -> None:
+        share = self.shares.pop(placement_id, None)
+        if share is not None:
+            self.sum = self.sum.plus(share, -1)
+
+    def cover(self, until: float) -> None:
+        """The report contains what was placed before ``until``."""
+        while self.shares:
+            first = next(iter(self.shares))
+            if self.shares[first].placed_at >= until:
+                return
+            self.remove(first)
+
+
+class _Known(NamedTuple):
+    """A candidate and what it was made of."""
+
+    worker: WorkerStatus
+    extra: _Share
+    num_placed: int
+    candidate: Candidate
 
 
 class LoadBook:
@@ -60,6 +101,9 @@ class LoadBook:
         self._projected_tokens = projected_tokens
         self._reservations: dict[PlacementId, Reservation] = {}
         self._num_placed: dict[WorkerKey, int] = defaultdict(int)
+        self._extras: dict[WorkerKey, _Extra] = defaultdict(_Extra)
+        self._known: dict[WorkerKey, _Known] = {}
+        """Most workers are as they were at the last decision."""
 
     def __len__(self) -> int:
         return len(self._reservations)
@@ -69,29 +113,38 @@ class LoadBook:
         now = self._clock.now()
         decode = _key(path.decode)
         prefill = _key(path.prefill) if path.prefill is not None and not path.is_held else decode
+        num_new = 0 if path.is_held else request.num_prompt_tokens - path.num_cached_tokens
+        num_projected = request.num_prompt_tokens + min(request.max_new_tokens, self._projected_tokens)
         self._reservations[placement_id] = Reservation(
             placement_id=placement_id,
             gateway=(request.gateway_id, request.gateway_incarnation),
             prefill=prefill,
             decode=decode,
-            prompt_tokens=0 if path.is_held else request.num_prompt_tokens,
-            new_tokens=0 if path.is_held else request.num_prompt_tokens - path.num_cached_tokens,
-            projected_tokens=request.num_prompt_tokens + min(request.max_new_tokens, self._projected_tokens),
-            placed_at=now,
             expires_at=now + request.deadline_s + EXPIRY_MARGIN_S,
         )
+        reads_here = num_new if prefill == decode else 0
+        self._extras[decode].add(placement_id, _Share(now, reads_here, path.decode.blocks_for(num_projected), 1))
+        if path.prefill is not None and prefill != decode:
+            num_blocks = path.prefill.blocks_for(request.num_prompt_tokens)
+            self._extras[prefill].add(placement_id, _Share(now, num_new, num_blocks, 1))
         for key in {prefill, decode}:
             self._num_placed[key] += 1
 
     def release(self, placement_id: PlacementId) -> bool:
         """The placement is over. False if it was not known (any more): harmless, a repeated or late report."""
-        return self._reservations.pop(placement_id, None) is not None
+        reservation = self._reservations.pop(placement_id, None)
+        if reservation is None:
+            return False
+        for key in (reservation.prefill, reservation.decode):
+            if key in self._extras:
+                self._extras[key].remove(placement_id)
+        return True
 
     def release_gateway(self, gateway_id: GatewayId, incarnation: Incarnation) -> int:
         """This incarnation of a gateway is gone: its requests are being aborted by the workers. Returns how many."""
         gone = [r.placement_id for r in self._reservations.values() if r.gateway == (gateway_id, incarnation)]
         for placement_id in gone:
-            del self._reservations[placement_id]
+            self.release(placement_id)
         return len(gone)
 
     def expire(self, alive: Iterable[WorkerKey]) -> int:
@@ -103,49 +156,31 @@ class LoadBook:
             if r.expires_at <= now or (r.prefill not in living and r.decode not in living)
         ]
         for placement_id in gone:
-            del self._reservations[placement_id]
-        for key in [key for key in self._num_placed if key not in living]:
-            del self._num_placed[key]
+            self.release(placement_id)
+        for book in (self._num_placed, self._extras, self._known):
+            for key in book.keys() - living:
+                del book[key]
         return len(gone)
 
     def candidates(self, workers: Iterable[WorkerStatus]) -> tuple[Candidate, ...]:
         """The policy's view: reports with what they cannot contain yet."""
-        workers = tuple(workers)
         now = self._clock.now()
-        extras = self._extras(
-            {
-                (w.registration.worker_id, w.registration.incarnation): (
-                    now - w.heartbeat_age_s - ARRIVAL_S,
-                    w.registration.model.block_size,
-                )
-                for w in workers
-            }
-        )
-        return tuple(self._candidate(worker, extras) for worker in workers)
+        return tuple(self._candidate(worker, now) for worker in workers)
 
-    def _extras(self, reports: dict[WorkerKey, tuple[float, int]]) -> dict[WorkerKey, _Extra]:
-        """``reports``: for each worker the moment up to which its report covers placements, and its block size."""
-        extras: dict[WorkerKey, _Extra] = defaultdict(_Extra)
-        oldest = min((covered for covered, _ in reports.values()), default=0.0)
-        for r in reversed(self._reservations.values()):  # in the order of their making
-            if r.placed_at < oldest:
-                break
-            if r.prefill in reports and r.placed_at >= reports[r.prefill][0]:
-                extras[r.prefill].queued_prompt_tokens += r.new_tokens
-                if r.prefill != r.decode:
-                    extras[r.prefill].blocks += -(-r.prompt_tokens // reports[r.prefill][1])
-                    extras[r.prefill].num_requests += 1
-            if r.decode in reports and r.placed_at >= reports[r.decode][0]:
-                extras[r.decode].blocks += -(-r.projected_tokens // reports[r.decode][1])
-                extras[r.decode].num_requests += 1
-        return extras
-
-    def _candidate(self, worker: WorkerStatus, extras: dict[WorkerKey, _Extra]) -> Candidate:
+    def _candidate(self, worker: WorkerStatus, now: float) -> Candidate:
         registration, load = worker.registration, worker.load
         key = (registration.worker_id, registration.incarnation)
-        extra = extras.get(key) or _Extra()
+        num_placed, extra = self._num_placed.get(key, 0), _NOTHING
+        if key in self._extras:
+            self._extras[key].cover(now - worker.heartbeat_age_s - ARRIVAL_S)
+            extra = self._extras[key].sum
+        known = self._known.get(key)
+        if known is not None and known.num_placed == num_placed and known.extra == extra:
+            before = known.worker
+            if before.load is load and before.registration is registration and before.state is worker.state:
+                return known.candidate
         blocks = load.blocks
-        return Candidate(
+        candidate = Candidate(
             address=address_of(worker),
             role=registration.role,
             state=worker.state,
@@ -159,9 +194,11 @@ class LoadBook:
             queued_prompt_tokens=load.queued_prompt_tokens + extra.queued_prompt_tokens,
             num_requests=load.num_running + load.num_waiting + extra.num_requests,
             prefill_tokens_per_s=_prefill_rate(worker),
-            num_placed=self._num_placed.get(key, 0),
+            num_placed=num_placed,
             broken_pairs=frozenset(load.broken_pairs),
         )
+        self._known[key] = _Known(worker, extra, num_placed, candidate)
+        return candidate
 
 
 def _key(candidate: Candidate) -> WorkerKey:

@@ -79,12 +79,13 @@ class Placer:
     def _expect_prefix(self, request: PlaceRequest, path: Path, ttft_s: float) -> None:
         """The prompt's blocks will be with both workers: a burst with one new prefix is not scattered."""
         readers = (path.decode,) if path.prefill is None or path.is_held else (path.prefill, path.decode)
-        for worker in readers:
-            key = (worker.address.worker_id, worker.address.incarnation)
-            self._prefixes.expect(key, request.block_hashes, for_s=CONFIRM_FACTOR * ttft_s + CONFIRM_S)
+        keys = [(worker.address.worker_id, worker.address.incarnation) for worker in readers]
+        self._prefixes.expect(keys, request.block_hashes, for_s=CONFIRM_FACTOR * ttft_s + CONFIRM_S)
 
     def check_model(self, name: str) -> None:
         """A model is known when it is configured (its workers may still come) or when a worker serves it."""
+        if self._pools.has_model(name):
+            return
         known = self.model_names()
         if name not in known:
             raise ModelNotFound(

@@ -50,6 +50,10 @@ class PoolBook:
         """Whether it is configured."""
         return (model, role) in self._pools
 
+    def has_model(self, name: str) -> bool:
+        """Whether a pool of it is configured."""
+        return any(model == name for model, _ in self._pools)
+
     def desired(self, model: str, role: Role) -> int:
         """0 for a pool that is not configured."""
         pool = self._pools.get((model, role))
