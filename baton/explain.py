@@ -17,9 +17,13 @@ REASONS: dict[str, str] = {
     Reason.LEAST_USED: "equal to others, and chosen least often",
     Reason.CACHED_PREFIX: "it holds the beginning of the prompt",
     Reason.ROUND_ROBIN: "in turn, by the setting router.policy",
+    Reason.LOCAL_CHEAPER: "to read the prompt itself was predicted to cost less than to have it handed over",
+    Reason.SPLIT_CHEAPER: "to have the prompt handed over was predicted to cost less than to read it itself",
+    Reason.EXPLORED: "to know what the other way costs, by the setting router.break_even.explore",
+    Reason.PREFILL_MISSING: "no prefill worker was there, so it read the prompt itself",
     Reason.PAIR_EXCLUDED: "every hand-off to it had failed for this request, so it read the prompt itself",
     Reason.PAIR_BROKEN: "its pairs were broken, so it read the prompt itself",
-    Reason.ONLY_PAIR_LEFT: "no other pair was left, and router.mode allows nothing else",
+    Reason.ONLY_PAIR_LEFT: "no other pair was left, and router.fallback allows nothing else",
     Reason.HELD: "the prompt was computed and held: only a decode worker was needed",
     Reason.FORGIVEN: "it had failed this request before, but nothing else came",
 }
@@ -152,6 +156,8 @@ def _times(record: RequestRecord, last: AttemptRecord | None) -> str:
     stages = [stage for stage in dict.fromkeys([*actual, *expected]) if stage in actual or expected[stage]]
     rows = [(stage, _expected(expected.get(stage, 0.0)), _time(actual.get(stage, 0.0))) for stage in stages]
     rows.append(("to first token", _expected(prediction.ttft_s), _expected(record.ttft_s)))
+    if prediction.itl_harm_s:
+        rows.append(("delay of other answers", _expected(prediction.itl_harm_s), "-"))
     rows.append(("cached tokens", str(prediction.num_cached_tokens), str(record.num_cached_tokens)))
     if record.transfer_bytes:
         moved = f"{format_bytes(record.transfer_bytes)} by {record.transfer_backend}"

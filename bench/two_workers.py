@@ -46,6 +46,7 @@ class Setup:
     def overrides(self, router: str) -> list[str]:
         return [
             f"router.listen={router}",
+            "router.mode=split",
             "gateway.listen=127.0.0.1:0",
             f"transfer.backend={self.backend}",
             f"transfer.early_reads={str(self.early_reads).lower()}",

@@ -325,6 +325,19 @@ class GatewayConfig(_Section):
         return self
 
 
+class BreakEvenConfig(_Section):
+    """How ``router.mode: auto`` weighs split against local."""
+
+    gap_weight: float = Field(default=0.5, ge=0)
+    """What a second of waiting for the second token is worth beside one for the first."""
+    itl_weight: float = Field(default=0.1, ge=0)
+    """What a second is worth by which running answers are held up, all together."""
+    explore: float = Field(default=0.02, ge=0, le=0.5)
+    """The share of requests that take the way that seems dearer (up to three times), so that its cost stays known."""
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
+    """Which requests those are is a function of this and of their id."""
+
+
 class RouterConfig(_Section):
     listen: str = "127.0.0.1:7000"
     http_listen: str = "127.0.0.1:0"
@@ -335,7 +348,16 @@ class RouterConfig(_Section):
     """How long a request may wait for a worker that is not there now."""
     max_waiting: int = Field(default=1024, ge=0)
     mode: Literal["auto", "split", "local"] = "auto"
-    """``auto``: split where a prefill pool exists. ``local`` forces decode workers to prefill themselves."""
+    """``auto``: where a prefill pool exists, what is predicted to be cheaper, by costs that are measured all the time.
+    ``split`` always uses that pool, ``local`` makes decode workers prefill themselves."""
+    break_even: BreakEvenConfig = BreakEvenConfig()
+    fallback: Literal["allow", "when_short", "deny"] = "allow"
+    """Whether a decode worker may prefill a prompt itself when no prefill worker is there, or when every hand-off to it
+    has failed: always, up to ``fallback_tokens``, or never (requests then wait for a prefill worker)."""
+    fallback_tokens: int = Field(default=1024, ge=1)
+    """The longest prompt that is ``when_short``."""
+    fallback_after_s: float = Field(default=2, ge=0)
+    """A prefill pool that has been without a ready worker for less than this is only starting anew: requests wait."""
     policy: Literal["prefix_aware", "round_robin"] = "prefix_aware"
     """``round_robin`` takes workers in turn, whatever they hold and have to do: for comparisons."""
     max_records: int = Field(default=1000, ge=1)

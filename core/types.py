@@ -312,6 +312,8 @@ class Prediction:
     """Of the prompt, with D: they need not be moved. 0 in ``local`` mode, where nothing is moved."""
     cost_s: float = 0.0
     """What the choice went by: the lowest wins. More than this request's own time counts in it."""
+    itl_harm_s: float = 0.0
+    """By which a prefill between running answers holds those up, all together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,13 +27,15 @@ from core.types import (
     WorkerLoad,
     WorkerRegistration,
 )
+from router.absences import Absences, Pool
 from router.admin import Admin, RecordRing
+from router.break_even import Weights
 from router.cost_book import CostBook
 from router.gateways import GatewayBook
 from router.load import LoadBook
 from router.metrics import RouterMetrics
 from router.placer import Placer
-from router.policy import PolicySettings
+from router.policy import FALLBACKS, PolicySettings
 from router.pools import PoolBook
 from router.prefix_index import PrefixIndex
 from router.registry import Commands, LivenessTimes, Membership, Registry
@@ -72,9 +74,8 @@ class RouterHandler:
             prefixes=self.prefixes,
             pools=self._pools,
             costs=self._costs,
-            settings=PolicySettings(
-                mode=settings.mode, policy=settings.policy, projected_tokens=config.worker.projected_tokens
-            ),
+            absences=Absences(clock, after_s=settings.fallback_after_s),
+            settings=_policy_settings(config),
         )
         self._room = WaitingRoom(
             clock,
@@ -92,6 +93,7 @@ class RouterHandler:
             incarnation=self.incarnation,
             pid=os.getpid(),
         )
+        self._absent: frozenset[Pool] = frozenset()
         self._telemetry = telemetry
         self._metrics = RouterMetrics(telemetry.registry, [(pool.model, pool.role) for pool in self._pools.sizes()])
         self._autoscaler = Autoscaler(
@@ -136,6 +138,8 @@ class RouterHandler:
         finally:
             self._metrics.wait_s.observe(self._clock.now() - since)
         self._metrics.placements.labels(request.model, placement.mode, placement.reason).inc()
+        if placement.reason in FALLBACKS:
+            self._metrics.fallbacks.labels(request.model, placement.reason).inc()
         log.info(
             "placed",
             extra={
@@ -300,6 +304,9 @@ class RouterHandler:
         self.prefixes.sweep()
         self._costs.expire(alive)
         self._after_change()
+        if (absent := self._placer.snapshot().absent) != self._absent:
+            self._absent = absent
+            self._room.wake()
         self._room.tick()
         self._autoscaler.tick(workers, self._costs.costs)
         self._metrics.show_workers(workers)
@@ -335,6 +342,20 @@ class RouterHandler:
 
 def _by_pool(sizes: tuple[PoolSize, ...]) -> dict[str, int]:
     return {f"{pool.model}/{pool.role}": pool.replicas for pool in sizes}
+
+
+def _policy_settings(config: ClusterConfig) -> PolicySettings:
+    settings, even = config.router, config.router.break_even
+    return PolicySettings(
+        mode=settings.mode,
+        policy=settings.policy,
+        projected_tokens=config.worker.projected_tokens,
+        weights=Weights(gap=even.gap_weight, itl=even.itl_weight),
+        explore=even.explore,
+        seed=even.seed,
+        fallback=settings.fallback,
+        fallback_tokens=settings.fallback_tokens,
+    )
 
 
 class _WorkerStream:

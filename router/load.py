@@ -12,15 +12,13 @@ from typing import NamedTuple
 
 from core.clock import Clock
 from core.ids import GatewayId, Incarnation, PlacementId, WorkerId
-from core.types import PlaceRequest, Role, WorkerAddress, WorkerStatus
+from core.types import PlaceRequest, WorkerAddress, WorkerStatus
 from router.policy import Candidate, Path
 
 ARRIVAL_S = 0.25
 """A request placed this long before a report may still have been on its way to the worker."""
 EXPIRY_MARGIN_S = 5.0
 """An estimate outlives its request's deadline by this; by then the request has ended, reported or not."""
-RATE_MIN_TOKENS = 256
-"""A prefill rate measured over fewer tokens says nothing."""
 
 WorkerKey = tuple[WorkerId, Incarnation]
 
@@ -190,10 +188,10 @@ class LoadBook:
             block_size=registration.model.block_size,
             max_sequences=registration.max_sequences,
             max_step_tokens=registration.max_step_tokens,
+            block_bytes=registration.block_bytes,
             used_blocks=blocks.custody + blocks.in_use + blocks.leased + blocks.reserved + extra.blocks,
             queued_prompt_tokens=load.queued_prompt_tokens + extra.queued_prompt_tokens,
             num_requests=load.num_running + load.num_waiting + extra.num_requests,
-            prefill_tokens_per_s=_prefill_rate(worker),
             num_placed=num_placed,
             broken_pairs=frozenset(load.broken_pairs),
         )
@@ -210,15 +208,3 @@ def address_of(worker: WorkerStatus) -> WorkerAddress:
     return WorkerAddress(
         worker_id=registration.worker_id, incarnation=registration.incarnation, address=registration.address
     )
-
-
-def _prefill_rate(worker: WorkerStatus) -> float:
-    """Tokens a second while busy, over the life of the incarnation. Only where steps hold nothing but prompts."""
-    load = worker.load
-    if (
-        worker.registration.role is not Role.PREFILL
-        or load.prompt_tokens_computed < RATE_MIN_TOKENS
-        or load.busy_s <= 0
-    ):
-        return 0.0
-    return load.prompt_tokens_computed / load.busy_s

@@ -18,6 +18,12 @@ class RouterMetrics:
             return f"{METRIC_PREFIX}_router_{text}"
 
         self.placements = Counter(name("placements"), "Requests placed", ["model", "mode", "reason"], registry=registry)
+        self.fallbacks = Counter(
+            name("fallbacks"),
+            "Requests that a decode worker prefilled itself because no prefill worker could, by reason",
+            ["model", "reason"],
+            registry=registry,
+        )
         self.refusals = Counter(
             name("refusals"), "Requests not placed, by error slug", ["model", "reason"], registry=registry
         )

@@ -9,6 +9,7 @@ from core.types import (
     PlaceRequest,
     WorkerState,
 )
+from router.absences import Absences
 from router.cost_book import CostBook
 from router.load import LoadBook
 from router.policy import Path, PolicySettings, Shortfall, Snapshot, decide, lack_of_path
@@ -33,6 +34,7 @@ class Placer:
         prefixes: PrefixIndex,
         costs: CostBook,
         pools: PoolBook,
+        absences: Absences,
         settings: PolicySettings,
     ) -> None:
         self._registry = registry
@@ -40,6 +42,7 @@ class Placer:
         self._prefixes = prefixes
         self._costs = costs
         self._pools = pools
+        self._absences = absences
         self._settings = settings
 
     def snapshot(self, request: PlaceRequest | None = None) -> Snapshot:
@@ -47,9 +50,11 @@ class Placer:
         workers = self._registry.workers()
         wanted = {(pool.model, pool.role) for pool in self._pools.sizes() if pool.replicas > 0}
         present = {(w.registration.model.name, w.registration.role) for w in workers if w.state is not WorkerState.LOST}
+        pools = frozenset(wanted | present)
         return Snapshot(
             candidates=self._load.candidates(workers),
-            pools=frozenset(wanted | present),
+            pools=pools,
+            absent=self._absences.look(pools, workers),
             overlaps=self._prefixes.overlaps(request.block_hashes) if request is not None else {},
             costs=self._costs.costs(),
         )
@@ -70,6 +75,7 @@ class Placer:
             is_held=path.is_held,
             prediction=choice.prediction,
             runner_up=str(choice.runner_up) if choice.runner_up is not None else "",
+            runner_up_prediction=choice.runner_up_prediction,
             reason=choice.reason,
         )
         self._load.reserve(placement.placement_id, request, path)

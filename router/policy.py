@@ -7,12 +7,13 @@ go to the path that was chosen least often, so that idle workers share the work.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Literal
 
 from core.ids import GatewayId, Incarnation, RequestId, WorkerId
 from core.types import Mode, PlaceRequest, Prediction, Role, WorkerAddress, WorkerState
+from router.break_even import WORST, Weights, explores, predict_local, predict_split
 from router.costs import Costs
 
 SHORTAGE_COST = 4.0
@@ -37,13 +38,12 @@ class Candidate:
     block_size: int
     max_sequences: int
     max_step_tokens: int
+    block_bytes: int = 0
     used_blocks: int = 0
     """Blocks that nobody else can have: in custody, in use, leased or promised."""
     queued_prompt_tokens: int = 0
     num_requests: int = 0
     """Running and waiting."""
-    prefill_tokens_per_s: float = 0.0
-    """Measured; 0 while unknown."""
     num_placed: int = 0
     """Placements ever made on this incarnation; breaks ties."""
     broken_pairs: frozenset[tuple[WorkerId, Incarnation]] = frozenset()
@@ -63,6 +63,8 @@ class Snapshot:
     overlaps: Mapping[tuple[WorkerId, Incarnation], int] = field(default_factory=dict)
     """Blocks at the front of this request that a worker holds, or is about to; none where it is not named."""
     costs: Costs = field(default_factory=Costs)
+    absent: frozenset[tuple[str, Role]] = frozenset()
+    """Of ``pools``, those without a ready worker for longer than a start takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,22 @@ class PolicySettings:
     policy: Literal["prefix_aware", "round_robin"] = "prefix_aware"
     projected_tokens: int = 256
     """Answer length assumed when the caller allows more."""
+    weights: Weights = field(default_factory=Weights)
+    explore: float = 0.0
+    """Share of requests that explore; ``seed`` and their id say which."""
+    seed: int = 0
+    fallback: Literal["allow", "when_short", "deny"] = "allow"
+    fallback_tokens: int = 1024
+
+    @property
+    def is_weighing(self) -> bool:
+        """What is cheaper decides between split and local."""
+        return self.mode == "auto" and self.policy != "round_robin"
+
+    def may_fall_back(self, request: PlaceRequest) -> bool:
+        """A decode worker may do what prefill workers cannot do now."""
+        is_short = request.num_prompt_tokens <= self.fallback_tokens
+        return self.fallback == "allow" or (self.fallback == "when_short" and is_short)
 
 
 class Reason(StrEnum):
@@ -84,16 +102,28 @@ class Reason(StrEnum):
     """Without what its workers hold of the prompt another path would have been picked."""
     ROUND_ROBIN = "round_robin"
     """By setting, whatever load and caches say."""
+    LOCAL_CHEAPER = "local_cheaper"
+    """Predicted to cost less than the best split, which is the runner-up."""
+    SPLIT_CHEAPER = "split_cheaper"
+    """The only split, and predicted to cost less than the best local path."""
+    EXPLORED = "explored"
+    """The dearer way, by the share of requests that keep its cost known."""
+    PREFILL_MISSING = "prefill_missing"
+    """No prefill worker is there for this request: the decode worker prefills itself."""
     PAIR_EXCLUDED = "pair_excluded"
     """The hand-off of every pair had failed for this request: the decode worker prefills itself."""
     PAIR_BROKEN = "pair_broken"
     """The same, and at least one pair is broken for every request."""
     ONLY_PAIR_LEFT = "only_pair_left"
-    """The same with ``mode: split`` forced: a failed pair is tried once more."""
+    """The same where no fallback is allowed: a failed pair is tried once more."""
     HELD = "held"
     """The prompt is computed, and held for a decode worker that has failed: only another one was needed."""
     FORGIVEN = "forgiven"
     """Set by the waiting room: nothing else came, so a worker that had failed this request gets another try."""
+
+
+FALLBACKS = frozenset({Reason.PREFILL_MISSING, Reason.PAIR_EXCLUDED, Reason.PAIR_BROKEN})
+"""Local because it could not be split."""
 
 
 class Lack(StrEnum):
@@ -141,6 +171,11 @@ class Choice:
     reason: Reason
     prediction: Prediction
     runner_up: Path | None = None
+    runner_up_prediction: Prediction = field(default_factory=Prediction)
+
+    def over(self, other: "Choice", reason: Reason) -> "Choice":
+        """The same instead of another one."""
+        return replace(self, reason=reason, runner_up=other.path, runner_up_prediction=other.prediction)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +192,7 @@ def decide(request: PlaceRequest, snapshot: Snapshot, settings: PolicySettings) 
     Never a worker that is not ready, is excluded by (id, incarnation), serves another model or could not hold the
     prompt when empty. A pair that is excluded, or that its decode worker reports as broken, does no hand-off while the
     decode worker may prefill itself. What is held already is not computed again while its holder lives and a decode
-    worker can be paired with it.
+    worker can be paired with it. Where a request can go both ways, the cheaper one is taken (router/break_even.py).
     """
     members = [c for c in snapshot.candidates if c.model == request.model]
     usable = [c for c in members if is_usable(c, request)]
@@ -178,18 +213,25 @@ def decide(request: PlaceRequest, snapshot: Snapshot, settings: PolicySettings) 
         readers = [d for d in decodes if d.format_hash == holder.format_hash and _is_whole(holder, d)]
         held = [scores.held(holder, d) for d in readers if _pair_of(holder, d) not in excluded]
         if held:
-            return _pick(request, held, settings, reason=Reason.HELD)
-    paths = [scores.split(p, d) for p, d in good] + [scores.local(c) for c in hosts]
-    if paths:
-        return _pick(request, paths, settings)
-    if pairs and settings.mode == "split":
+            return _pick(request, held, snapshot, settings, reason=Reason.HELD)
+    splits = [scores.split(p, d) for p, d in good]
+    if splits and settings.is_weighing and request.model in snapshot.costs.measured:
+        locals_ = [scores.local(c) for c in (*hosts, *decodes)]
+        return _cheaper(request, splits, locals_, snapshot, settings)
+    if paths := splits + [scores.local(c) for c in hosts]:
+        return _pick(request, paths, snapshot, settings)
+    if pairs and not settings.may_fall_back(request):
         left = [scores.split(p, d) for p, d in whole or pairs]
-        return _pick(request, left, settings, reason=Reason.ONLY_PAIR_LEFT)
+        return _pick(request, left, snapshot, settings, reason=Reason.ONLY_PAIR_LEFT)
     if pairs:
         ends = {d.address.worker_id: d for _, d in pairs}.values()
         reason = Reason.PAIR_EXCLUDED if len(whole) == len(pairs) else Reason.PAIR_BROKEN
-        return _pick(request, [scores.local(d) for d in ends], settings, reason=reason)
-    return _shortfall(request, members, _needed_roles(request.model, snapshot, wants_split=wants_split))
+        return _pick(request, [scores.local(d) for d in ends], snapshot, settings, reason=reason)
+    is_missing = not prefills and _is_prefill_missing(request, members, snapshot)
+    if decodes and is_missing and settings.may_fall_back(request):
+        locals_ = [scores.local(d) for d in decodes]
+        return _pick(request, locals_, snapshot, settings, reason=Reason.PREFILL_MISSING)
+    return _shortfall(request, members, _needed_roles(request.model, snapshot, wants_split=wants_split), settings)
 
 
 def lack_of_path(model: str, snapshot: Snapshot, settings: PolicySettings) -> str:
@@ -321,8 +363,32 @@ def _num_cached(candidate: Candidate, num_tokens: int, snapshot: Snapshot) -> in
 # -- picking ----------------------------------------------------------------------------------------------------------
 
 
+def _cheaper(
+    request: PlaceRequest,
+    splits: Sequence[Path],
+    locals_: Sequence[Path],
+    snapshot: Snapshot,
+    settings: PolicySettings,
+) -> Choice:
+    """The best of both ways, and of these the one that costs less, or for some requests the other one."""
+    ways = [_pick(request, splits, snapshot, settings), _pick(request, locals_, snapshot, settings)]
+    costs = [way.prediction.cost_s for way in ways]
+    best = 0 if costs[0] <= costs[1] else 1
+    is_exploring = request.attempt == 1 and explores(request.request_id, share=settings.explore, seed=settings.seed)
+    if is_exploring and costs[1 - best] <= WORST * costs[best]:
+        return ways[1 - best].over(ways[best], Reason.EXPLORED)
+    if best == 1:
+        return ways[1].over(ways[0], Reason.LOCAL_CHEAPER)
+    return ways[0] if len(splits) > 1 else ways[0].over(ways[1], Reason.SPLIT_CHEAPER)
+
+
 def _pick(
-    request: PlaceRequest, paths: Sequence[Path], settings: PolicySettings, *, reason: Reason | None = None
+    request: PlaceRequest,
+    paths: Sequence[Path],
+    snapshot: Snapshot,
+    settings: PolicySettings,
+    *,
+    reason: Reason | None = None,
 ) -> Choice:
     if settings.policy == "round_robin":
         ranked = sorted(paths, key=lambda path: (path.num_placed, path.names))
@@ -331,7 +397,14 @@ def _pick(
     best, second = ranked[0], ranked[1] if len(ranked) > 1 else None
     if reason is None:
         reason = _reason(ranked, settings)
-    return Choice(path=best, reason=reason, prediction=_predict(request, best), runner_up=second)
+    predictions = [_predict(request, path, snapshot, settings) for path in ranked[:2]]
+    return Choice(
+        path=best,
+        reason=reason,
+        prediction=predictions[0],
+        runner_up=second,
+        runner_up_prediction=predictions[1] if second is not None else Prediction(),
+    )
 
 
 def _rank(path: Path, score: float) -> tuple[float, int, tuple[str, str]]:
@@ -350,16 +423,24 @@ def _reason(ranked: Sequence[Path], settings: PolicySettings) -> Reason:
     return Reason.LEAST_USED if ranked[1].score == best.score else Reason.LEAST_LOADED
 
 
-def _predict(request: PlaceRequest, path: Path) -> Prediction:
-    """From the prefill worker's measured rate; zero where nothing was measured yet, and where nothing is computed."""
-    if path.is_held:
-        return Prediction()
-    rate = path.prefill.prefill_tokens_per_s if path.prefill is not None else path.decode.prefill_tokens_per_s
-    if rate <= 0:
-        return Prediction()
-    wait_s = (path.prefill or path.decode).queued_prompt_tokens / rate
-    prefill_s = (request.num_prompt_tokens - path.num_cached_tokens) / rate
-    return Prediction(prefill_wait_s=wait_s, prefill_s=prefill_s, ttft_s=wait_s + prefill_s)
+def _predict(request: PlaceRequest, path: Path, snapshot: Snapshot, settings: PolicySettings) -> Prediction:
+    """Times are zero where nothing was measured yet, and where nothing is computed."""
+    num_tokens, num_cached = request.num_prompt_tokens, path.num_cached_tokens
+    num_kept = 0 if path.prefill is None else _num_cached(path.decode, num_tokens, snapshot)
+    if path.is_held or request.model not in snapshot.costs.measured:
+        return Prediction(num_cached_tokens=num_cached, num_kept_tokens=num_kept)
+    if path.prefill is None:
+        predicted = predict_local(snapshot.costs, path.decode, num_tokens=num_tokens, num_cached=num_cached)
+    else:
+        predicted = predict_split(
+            snapshot.costs,
+            path.prefill,
+            path.decode,
+            num_tokens=num_tokens,
+            num_cached=num_cached,
+            num_kept=num_kept,
+        )
+    return replace(predicted, cost_s=settings.weights.cost_s(predicted))
 
 
 # -- refusing ---------------------------------------------------------------------------------------------------------
@@ -378,6 +459,12 @@ def _holder(request: PlaceRequest, members: Iterable[Candidate]) -> Candidate | 
     return next(
         (c for c in members if c.address == held.holder and c.state in there and not _is_excluded(c, request)), None
     )
+
+
+def _is_prefill_missing(request: PlaceRequest, members: Iterable[Candidate], snapshot: Snapshot) -> bool:
+    """It is not only starting anew, or those that are there have failed this request."""
+    has_failed = any(c.role is Role.PREFILL and _is_excluded(c, request) for c in members)
+    return has_failed or (request.model, Role.PREFILL) in snapshot.absent
 
 
 def _is_whole(prefill: Candidate, decode: Candidate) -> bool:
@@ -402,7 +489,9 @@ def _needed_roles(model: str, snapshot: Snapshot, *, wants_split: bool) -> tuple
     return tuple(role for role in (Role.DECODE, Role.UNIFIED) if role in here) or (Role.DECODE,)
 
 
-def _shortfall(request: PlaceRequest, members: Sequence[Candidate], roles: Sequence[Role]) -> Shortfall:
+def _shortfall(
+    request: PlaceRequest, members: Sequence[Candidate], roles: Sequence[Role], settings: PolicySettings
+) -> Shortfall:
     subject = f"model {request.model!r}"
     if members and not any(_can_hold(c, request.num_prompt_tokens) for c in members):
         most = max(c.num_blocks * c.block_size for c in members)
@@ -417,7 +506,10 @@ def _shortfall(request: PlaceRequest, members: Sequence[Candidate], roles: Seque
         return Shortfall(lack=Lack.NO_PAIR, message=message)
     lack = Lack.NO_DECODE if set(lacking) != {Role.PREFILL} else Lack.NO_PREFILL
     parts = [f"no ready {role} worker ({_census(request, (c for c in members if c.role is role))})" for role in lacking]
-    return Shortfall(lack=lack if members else Lack.NO_WORKER, message=f"{subject} has {' and '.join(parts)}")
+    message = f"{subject} has {' and '.join(parts)}"
+    if lacking == [Role.PREFILL] and not settings.may_fall_back(request):
+        message += f"; decode workers may not prefill it themselves (router.fallback is {settings.fallback})"
+    return Shortfall(lack=lack if members else Lack.NO_WORKER, message=message)
 
 
 def _census(request: PlaceRequest, workers: Iterable[Candidate]) -> str:

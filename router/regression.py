@@ -2,8 +2,8 @@
 
 An observation says how long something took and how much of each part was in it (a *feature*: the seconds that the part
 would take by a default, so that coefficients are multiples of the default and of one size). Errors count relative to
-the observation: a step of 2 ms is fitted as well as one of 2 s, and one that took absurdly long, because the machine
-stood still, pulls hardly at all.
+what was predicted: a step of 2 ms is fitted as well as one of 2 s, and one that took absurdly long, because the machine
+stood still, pulls no more than any other.
 
 Forgetting is directional: an observation fades only what was known about its own mixture of parts (L. Cao and
 H. Schwartz, "A directional forgetting algorithm based on the decomposition of the information matrix", 2000). Ten
@@ -12,17 +12,17 @@ comes from a prior: see :func:`solve`.
 """
 
 from collections.abc import Sequence
-from math import log
+from math import log, sqrt
 
 MEMORY = 32
 """So many observations of one mixture count; older ones have faded."""
 _SURPRISE = log(1.5)
 """An observation that is off by more than this factor surprises. When most of the latest surprise to one side ..."""
-_DRIFT = 0.6
-_DRIFT_RATE = 0.25
-"""... (this share, with this weight of the latest: four in a row; fewer are outliers) the costs have changed ..."""
-_DRIFT_MEMORY = 2
-"""... and only so many count until the estimate has followed."""
+_DRIFT = 0.7
+_DRIFT_RATE = 0.4
+"""... (this share, with this weight of the latest: three in a row; fewer are outliers), things have changed."""
+_FAR = 4.0
+"""A prediction that is off by more than this factor says nothing about weights."""
 _LEAST = _LEAST_S = 1e-6
 _LEAST_SHARE = 0.1
 """A coefficient that a prior takes for next to nothing is doubted as if it were this share of the largest."""
@@ -42,31 +42,40 @@ class Evidence:
     def __init__(self, size: int) -> None:
         self.gram: Matrix = [[0.0] * size for _ in range(size)]
         self.moment: Vector = [0.0] * size
-        self._drift: dict[str, float] = {}
+        self._drift = 0.0
 
-    def observe(self, features: Sequence[float], seconds: float, *, predicted_s: float, kind: str = "") -> None:
-        """Take one in. Drift is judged for each ``kind`` alone: the cost of one may change while others do not."""
-        seconds, predicted_s = max(seconds, _LEAST_S), max(predicted_s, _LEAST_S)
-        error = log(seconds / predicted_s)
+    def is_drifting(self, seconds: float, *, predicted_s: float) -> bool:
+        """Judge an observation that is about to be taken in. True when it and those before say that what was learned
+        holds no more: whoever shares it should ``fade``."""
+        error = log(max(seconds, _LEAST_S) / max(predicted_s, _LEAST_S))
         side = (error > _SURPRISE) - (error < -_SURPRISE)
-        drift = self._drift.get(kind, 0.0)
-        drift += _DRIFT_RATE * (side - drift)
-        self._drift[kind] = drift
-        scale = 1 / max(seconds, predicted_s)
-        memory = _DRIFT_MEMORY if abs(drift) > _DRIFT else MEMORY
-        self._add([scale * each for each in features], scale * seconds, memory=memory)
+        self._drift += _DRIFT_RATE * (side - self._drift)
+        if abs(self._drift) <= _DRIFT:
+            return False
+        self._drift = 0.0
+        return True
 
-    def _add(self, x: Vector, value: float, *, memory: int) -> None:
+    def observe(self, features: Sequence[float], seconds: float, *, predicted_s: float) -> None:
+        """Take one in. Relative to what was predicted, and with less weight the longer it took: none pulls more than
+        one that was as predicted pushes back."""
+        seconds, predicted_s = max(seconds, _LEAST_S), max(predicted_s, _LEAST_S)
+        scale = 1 / sqrt(max(seconds, predicted_s) * max(predicted_s, seconds / _FAR))
+        x, value = [scale * each for each in features], scale * seconds
         gram, moment = self.gram, self.moment
         along = [dot(row, x) for row in gram]
         known = dot(along, x)
-        fade = 1 / (memory * known) if known > 1e-12 else 0.0
+        fade = 1 / (MEMORY * known) if known > 1e-12 else 0.0
         taken = fade * dot(x, moment)
         for i, x_i in enumerate(x):
             row, faded = gram[i], fade * along[i]
             for j, x_j in enumerate(x):
                 row[j] += x_i * x_j - faded * along[j]
             moment[i] += x_i * value - taken * along[i]
+
+    def fade(self, share: float) -> None:
+        """Only a share of it counts from now on."""
+        self.gram = [[share * each for each in row] for row in self.gram]
+        self.moment = [share * each for each in self.moment]
 
     def add(self, other: "Evidence", share: float = 1.0) -> None:
         """Add a share of what another one says."""

@@ -107,7 +107,7 @@ class PlaceRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., attempt: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., gateway_id: _Optional[str] = ..., gateway_incarnation: _Optional[int] = ..., deadline_s: _Optional[float] = ..., age_s: _Optional[float] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., excluded_workers: _Optional[_Iterable[_Union[WorkerRef, _Mapping]]] = ..., excluded_pairs: _Optional[_Iterable[_Union[WorkerPair, _Mapping]]] = ..., traceparent: _Optional[str] = ..., held: _Optional[_Union[HeldHandoff, _Mapping]] = ..., ended: _Optional[_Iterable[_Union[PlacementEnd, _Mapping]]] = ...) -> None: ...
 
 class Prediction(_message.Message):
-    __slots__ = ("prefill_wait_s", "prefill_s", "transfer_s", "ttft_s", "num_cached_tokens", "num_kept_tokens", "cost_s")
+    __slots__ = ("prefill_wait_s", "prefill_s", "transfer_s", "ttft_s", "num_cached_tokens", "num_kept_tokens", "cost_s", "itl_harm_s")
     PREFILL_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
@@ -115,6 +115,7 @@ class Prediction(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_KEPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COST_S_FIELD_NUMBER: _ClassVar[int]
+    ITL_HARM_S_FIELD_NUMBER: _ClassVar[int]
     prefill_wait_s: float
     prefill_s: float
     transfer_s: float
@@ -122,7 +123,8 @@ class Prediction(_message.Message):
     num_cached_tokens: int
     num_kept_tokens: int
     cost_s: float
-    def __init__(self, prefill_wait_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., num_cached_tokens: _Optional[int] = ..., num_kept_tokens: _Optional[int] = ..., cost_s: _Optional[float] = ...) -> None: ...
+    itl_harm_s: float
+    def __init__(self, prefill_wait_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., num_cached_tokens: _Optional[int] = ..., num_kept_tokens: _Optional[int] = ..., cost_s: _Optional[float] = ..., itl_harm_s: _Optional[float] = ...) -> None: ...
 
 class Placement(_message.Message):
     __slots__ = ("placement_id", "handoff_id", "mode", "decode", "prefill", "prediction", "runner_up", "reason", "ticket", "queue_s", "is_held", "runner_up_prediction")

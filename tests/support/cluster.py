@@ -28,6 +28,7 @@ SMALL = (
     "router.listen=127.0.0.1:0",
     "gateway.listen=127.0.0.1:0",
     "router.heartbeat_s=0.1",
+    "router.mode=split",
     "router.heartbeat_timeout_s=2",
     "models.0.kv.num_blocks=400",
     "worker.drain_s=3",

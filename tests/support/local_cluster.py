@@ -31,6 +31,7 @@ MODEL = "smollm2-135m-instruct"
 SETTINGS = (
     "router.listen=127.0.0.1:0",
     "router.heartbeat_s=0.05",
+    "router.mode=split",
     "models.0.kv.num_blocks=160",
     "worker.pin_threads=false",
 )

@@ -62,6 +62,7 @@ def make_config(
     return parse_config(
         {
             "models": [{"name": "m", "pools": {"prefill": {}, "decode": {}}}],
+            "router": {"mode": "split"},
             "worker": {"projected_tokens": 4},
             "transfer": {
                 "backend": "inproc",

@@ -116,7 +116,6 @@ def make_candidate(
     queued_prompt_tokens: int = 0,
     num_requests: int = 0,
     num_placed: int = 0,
-    prefill_tokens_per_s: float = 0.0,
 ) -> Candidate:
     return Candidate(
         address=WorkerAddress(worker_id=WorkerId(name), incarnation=Incarnation(incarnation), address=f"{name}:1"),
@@ -128,9 +127,9 @@ def make_candidate(
         block_size=16,
         max_sequences=8,
         max_step_tokens=256,
+        block_bytes=1024,
         used_blocks=used_blocks,
         queued_prompt_tokens=queued_prompt_tokens,
         num_requests=num_requests,
         num_placed=num_placed,
-        prefill_tokens_per_s=prefill_tokens_per_s,
     )

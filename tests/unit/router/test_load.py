@@ -115,11 +115,3 @@ def test_turns_are_counted_for_each_incarnation(cell: Cell) -> None:
     assert cell.candidate("d0").num_placed == 2
     cell.members["d0"] = cell.registry.join(make_registration("d0", 2))
     assert cell.candidate("d0").num_placed == 0
-
-
-def test_the_prefill_rate_is_what_the_prefill_worker_measured(cell: Cell) -> None:
-    assert cell.candidate("p0").prefill_tokens_per_s == 0.0
-    cell.report("p0", prompt_tokens_computed=1000, busy_s=4)
-    cell.report("d0", prompt_tokens_computed=1000, busy_s=4)
-    assert cell.candidate("p0").prefill_tokens_per_s == 250.0
-    assert cell.candidate("d0").prefill_tokens_per_s == 0.0  # its steps hold decoding too

@@ -74,7 +74,7 @@ def test_a_decode_pool_without_a_prefill_pool_serves_locally() -> None:
     assert chosen(decide(make_request(), snapshot(make_candidate("d0", D)), AUTO)) == "local:d0"
 
 
-def test_a_missing_prefill_worker_is_never_silently_replaced_by_a_local_prefill() -> None:
+def test_a_prefill_worker_that_may_only_be_starting_anew_is_waited_for() -> None:
     outcome = missing(decide(make_request(), snapshot(make_candidate("d0", D), pools=(P,)), AUTO))
     assert outcome.lack is Lack.NO_PREFILL
     assert outcome.message == "model 'tiny' has no ready prefill worker (none registered)"
@@ -139,9 +139,9 @@ def test_when_every_pair_failed_the_decode_worker_prefills_itself_and_says_so() 
     outcome = decide(request, workers, AUTO)
     assert chosen(outcome) == "local:d0"
     assert isinstance(outcome, Choice) and outcome.reason is Reason.PAIR_EXCLUDED
-    forced = decide(request, workers, PolicySettings(mode="split"))
-    assert chosen(forced) == "split:p0>d0"
-    assert isinstance(forced, Choice) and forced.reason is Reason.ONLY_PAIR_LEFT
+    denied = decide(request, workers, PolicySettings(fallback="deny"))
+    assert chosen(denied) == "split:p0>d0"
+    assert isinstance(denied, Choice) and denied.reason is Reason.ONLY_PAIR_LEFT
 
 
 # -- what is held ------------------------------------------------------------------------------------------------------
@@ -260,14 +260,6 @@ def test_round_robin_takes_turns_whatever_is_held_and_queued() -> None:
         assert isinstance(outcome, Choice) and outcome.reason is Reason.ROUND_ROBIN
         placed[outcome.path.decode.address.worker_id] += 1
     assert set(placed.values()) == {3}
-
-
-def test_the_prediction_comes_from_the_measured_rate() -> None:
-    prefill = make_candidate("p0", P, queued_prompt_tokens=400, prefill_tokens_per_s=200.0)
-    outcome = decide(make_request(num_prompt_tokens=100), snapshot(prefill, make_candidate("d0")), AUTO)
-    assert isinstance(outcome, Choice)
-    prediction = outcome.prediction
-    assert (prediction.prefill_wait_s, prediction.prefill_s, prediction.ttft_s) == pytest.approx((2.0, 0.5, 2.5))
 
 
 def test_a_model_without_a_path_says_why() -> None:
@@ -394,8 +386,8 @@ def test_a_pair_that_its_decode_worker_reports_as_broken_is_avoided_by_every_req
     assert chosen(decide(make_request(), snapshot(*workers), AUTO)) == "split:p1>d0"
     outcome = decide(make_request(), snapshot(workers[0], workers[2]), AUTO)
     assert chosen(outcome) == "local:d0" and isinstance(outcome, Choice) and outcome.reason is Reason.PAIR_BROKEN
-    forced = decide(make_request(), snapshot(workers[0], workers[2]), PolicySettings(mode="split"))
-    assert chosen(forced) == "split:p0>d0", "there is nothing else"
+    denied = decide(make_request(), snapshot(workers[0], workers[2]), PolicySettings(fallback="deny"))
+    assert chosen(denied) == "split:p0>d0", "there is nothing else"
 
 
 def test_a_restarted_worker_is_no_longer_part_of_a_broken_pair() -> None:
