@@ -4,6 +4,7 @@ One of the three places that may catch ``Exception`` (design.md 6) is :class:`Er
 """
 
 import asyncio
+import base64
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -25,7 +26,9 @@ log = logging.getLogger(__name__)
 
 METADATA_KEY = "baton-error-bin"
 """Trailing metadata: JSON bytes with slug, message, param, code, worker_id."""
-_FAILED_WRITE = "Internal error from Core"
+_STATUS_OF = {status.value[0]: status for status in grpc.StatusCode}
+OK, CANCELLED, UNKNOWN, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, INTERNAL, UNAVAILABLE = 0, 1, 2, 4, 8, 13, 14
+"""Statuses as they cross the wire."""
 
 
 def to_metadata(error: ServingError) -> tuple[tuple[str, bytes], ...]:
@@ -40,27 +43,25 @@ def to_metadata(error: ServingError) -> tuple[tuple[str, bytes], ...]:
     return ((METADATA_KEY, json.dumps(content).encode()),)
 
 
-def from_rpc_error(error: grpc.aio.AioRpcError, *, worker_id: str | None = None) -> ServingError:
-    """The typed error behind a failed call. ``worker_id`` is the peer's, for what only the transport reported."""
-    for key, value in error.trailing_metadata() or ():
-        if key == METADATA_KEY:
-            content = json.loads(value)
-            return error_from_slug(
-                content["slug"],
-                content["message"],
-                param=content["param"],
-                code=content["code"],
-                worker_id=content["worker_id"] or worker_id,
-            )
-    status = error.code()
-    name = worker_id or "peer"
+def from_status(code: int, message: str, encoded: bytes | None, *, worker_id: str) -> ServingError:
+    """The typed error behind a call that ended with ``code`` (never OK). ``encoded`` is what the trailing metadata has
+    under `METADATA_KEY`; without it only the transport is heard, and ``worker_id`` is the peer's."""
+    if encoded is not None:
+        content = json.loads(base64.b64decode(encoded + b"==="))
+        return error_from_slug(
+            content["slug"],
+            content["message"],
+            param=content["param"],
+            code=content["code"],
+            worker_id=content["worker_id"] or worker_id,
+        )
+    status = _STATUS_OF.get(code, grpc.StatusCode.UNKNOWN)
     if status == grpc.StatusCode.DEADLINE_EXCEEDED:
-        return DeadlineExceeded(f"{name} did not answer in time", worker_id=worker_id)
-    # grpc says "internal" of a write that met the end of its call before the call's own status was known.
-    is_failed_write = status == grpc.StatusCode.INTERNAL and error.details() == _FAILED_WRITE
-    if status in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE) or is_failed_write:
-        return WorkerLost(f"{name} is not reachable ({status.name.lower()})", worker_id=worker_id)
-    return InternalError(f"{name} failed the call ({status.name.lower()}: {error.details()})", worker_id=worker_id)
+        return DeadlineExceeded(f"{worker_id} did not answer in time", worker_id=worker_id)
+    reason = f"{status.name.lower()}: {message}" if message else status.name.lower()
+    if status in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE):
+        return WorkerLost(f"{worker_id} is not reachable ({reason})", worker_id=worker_id)
+    return InternalError(f"{worker_id} failed the call ({reason})", worker_id=worker_id)
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
@@ -127,4 +128,4 @@ async def _abort(error: Exception, method: str, context: grpc.aio.ServicerContex
     if isinstance(error, Cancelled):
         log.debug("call cancelled", extra={"method": method})
     status = grpc.StatusCode[error.grpc_status]
-    await context.abort(status, error.message, to_metadata(error))
+    await context.abort(status, error.message[:200], to_metadata(error))  # for eyes; the metadata has it all
