@@ -125,6 +125,19 @@ async def test_a_restart_on_demand_replaces_the_process(watched: Watched) -> Non
     await watched.launcher.stop("renewed")
 
 
+async def test_a_component_that_leaves_stays_away_and_its_name_is_free_again(watched: Watched) -> None:
+    leaver = spec("leaver", "leaving", restart=RestartPolicy(initial_s=0.01, may_leave=True))
+    await watched.launcher.start(leaver)
+    await watched.event("leaver", ComponentState.READY)
+    await watched.event("leaver", ComponentState.STOPPED)
+    await watched.launcher.stop("leaver")
+    await watched.launcher.start(leaver)
+    await watched.event("leaver", ComponentState.STOPPED, count=2)
+    states = {event.state for event in watched.seen if event.component == "leaver"}
+    assert states == {ComponentState.STARTED, ComponentState.READY, ComponentState.STOPPED}
+    await watched.launcher.stop("leaver")
+
+
 async def test_a_configuration_error_is_final_and_says_what_to_change(watched: Watched) -> None:
     await watched.launcher.start(spec("misconfigured", "misconfigured"))
     failed = await watched.event("misconfigured", ComponentState.FAILED)

@@ -23,6 +23,8 @@ def main() -> None:
     if behaviour == "mute":
         signal.pause()
     print(f'baton-ready {{"http":"127.0.0.1:{os.getpid()}"}}', flush=True)
+    if behaviour == "leaving":
+        sys.exit(0)
     signal.pause()
 
 
