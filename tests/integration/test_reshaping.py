@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.churn import change_shape, under_load
+from core.types import Role
+from tests.support.churn import change_shape, terminate, under_load
 from tests.support.cluster import MODEL, ProcessCluster
 
 pytestmark = pytest.mark.processes
@@ -18,6 +19,7 @@ POOLS = ("models.0.pools.prefill.replicas=2", "models.0.pools.decode.replicas=2"
 
 
 async def reshape(path: Path, num_changes: int, *, seed: int, drain_s: float) -> None:
+    """So many scale-downs and flips; then a worker of each role is told to end, one of them twice."""
     draw, changes = random.Random(seed), Counter[str]()
     async with ProcessCluster(path, *POOLS, f"worker.drain_s={drain_s}", is_kept=True) as cluster:
         async with under_load(cluster, num_streams=4) as load:
@@ -25,6 +27,8 @@ async def reshape(path: Path, num_changes: int, *, seed: int, drain_s: float) ->
             for _ in range(num_changes):
                 changes[await change_shape(cluster, MODEL, draw)] += 1
             lasted_s = time.monotonic() - since
+            await terminate(cluster, MODEL, Role.PREFILL, num_signals=1)
+            await terminate(cluster, MODEL, Role.DECODE, num_signals=2)
         await cluster.wait_idle()
     print(
         f"{num_changes} changes in {lasted_s:.0f} s ({dict(changes)}): {dict(load.outcomes)}, "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -124,3 +126,19 @@ async def change_shape(cluster: ProcessCluster, model: str, draw: random.Random)
     await cluster.router.scale((PoolSize(model=model, role=role, replicas=size),))
     await settled(cluster)
     return f"{role} scaled down"
+
+
+async def terminate(cluster: ProcessCluster, model: str, role: Role, *, num_signals: int) -> None:
+    """SIGTERM to the process of a serving worker; until it has left and another one serves in its place."""
+    worker = serving(await settled(cluster), model, role)[0].registration
+    for _ in range(num_signals):
+        os.kill(worker.pid, signal.SIGTERM)
+    await cluster.wait_for(
+        f"the end of {worker.worker_id}",
+        lambda status: worker.incarnation not in {w.registration.incarnation for w in status.workers},
+        SETTLE_S,
+    )
+    after = await settled(cluster)
+    assert worker.worker_id not in {w.registration.worker_id for w in after.workers}, (
+        "its name is not used again at once"
+    )
