@@ -57,6 +57,7 @@ from worker.context import WorkerContext, WorkerRole
 from worker.drain import Drain
 from worker.membership import Membership
 from worker.metrics import WorkerMetrics
+from worker.mock import paced
 from worker.step_thread import StepThread
 
 log = logging.getLogger(__name__)
@@ -135,7 +136,7 @@ class Worker:
             pairs=Pairs(CircuitSettings(num_failures=transfer.circuit_failures, open_s=transfer.circuit_open_s)),
             on_broken=lambda error: self._die(),
         )
-        self._memory = self._join_memory(backend, fallback)
+        self._memory = self._join_memory(paced(backend, engine), fallback and paced(fallback, engine))
         self.role = make_role(self.context, self._memory)
         self._drain = Drain(self.context.clock, limit_s=config.worker.drain_s, is_idle=self.role.is_idle)
         self.quarantine = QuarantineWatch(self.context.geometry.num_blocks)

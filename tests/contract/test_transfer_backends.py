@@ -15,6 +15,7 @@ from core.ids import new_incarnation
 from kvtransfer.backends import create_backend
 from kvtransfer.backends.base import Backend, Batch, Link, Op, OpState, OpStatus
 from kvtransfer.backends.inproc import Fabric
+from kvtransfer.backends.paced import PacedBackend
 from kvtransfer.fetch import FetchRequest, FetchResult
 from kvtransfer.memory import REGION_KV, REGION_SCRATCH, REGION_SLOTS
 from kvtransfer.plan import Blocks, Copy, plan_blocks
@@ -50,14 +51,16 @@ def read_blocks(backend: Backend, link: Link, remote: list[int], local: list[int
 Pair = tuple[Side, Side, Link]
 
 
-@pytest.fixture(params=["inproc", "nixl", "tcp", "dist"])
+@pytest.fixture(params=["inproc", "inproc, paced", "nixl", "tcp", "dist"])
 def make(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Side]]:
     """Sides of one process over one backend, destroyed at the end."""
     fabric = Fabric()
     sides: list[Side] = []
 
     def side(worker_id: str) -> Side:
-        sides.append(Side(create_backend(request.param, fabric=fabric), worker_id))
+        name, _, is_paced = request.param.partition(", ")
+        backend = create_backend(name, fabric=fabric)
+        sides.append(Side(PacedBackend(backend, lambda num_bytes: 0.002) if is_paced else backend, worker_id))
         return sides[-1]
 
     yield side

@@ -10,7 +10,7 @@ import pytest
 from bench.cell import MockCell
 from bench.traffic import Request, over_http, play
 from bench.workloads import Lengths, SharedPrefix, independent
-from core.costs import StepCosts
+from core.costs import HandoffCosts, StepCosts
 from core.types import Role
 from tests.support.tiny_model import CONFIG, write_folder
 
@@ -79,6 +79,15 @@ async def test_a_worker_can_be_made_slower_and_others_added_while_it_runs(tiny: 
         while (moved := await cell.ask(request)).decode_worker != "unified-1" or not moved.is_ok:
             await asyncio.sleep(0.05)
         assert moved.answer == quick.answer
+
+
+async def test_hand_offs_take_what_the_table_says(tiny: str) -> None:
+    slow = COSTS.model_copy(update={"handoff": HandoffCosts(fixed_s=0.1, token_s=0.01)})
+    async with MockCell(COSTS, "transfer.early_reads=false", prefill=1, decode=1, model=tiny) as cell:
+        cell.workers["decode-0"].costs = slow
+        sample = await cell.ask(Request(prompt=tuple(range(300, 364)), max_tokens=2))
+        assert sample.is_ok and sample.e2e_s > 0.1 + 64 * 0.01
+        await settle(cell)
 
 
 async def test_a_backend_between_processes_carries_the_small_kv(tiny: str) -> None:
