@@ -59,7 +59,8 @@ class Played:
 async def measure(cell_name: str, policy: str, seed: int, duration_s: float) -> tuple[Played, list[Sample]]:
     """Print the row."""
     arrivals = list(poisson(random.Random(seed), per_s=CONVERSATIONS_PER_S, duration_s=duration_s))
-    settings = (f"router.policy={policy}", f"models.0.kv.num_blocks={NUM_BLOCKS}")
+    mode = "auto" if cell_name == "local" else "split"
+    settings = (f"router.policy={policy}", f"router.mode={mode}", f"models.0.kv.num_blocks={NUM_BLOCKS}")
     prefill, decode, unified = CELLS[cell_name]
     async with MockCell(COSTS, *settings, prefill=prefill, decode=decode, unified=unified) as cell:
         samples = await play(cell.ask, WORKLOAD.conversations(arrivals, seed=seed))

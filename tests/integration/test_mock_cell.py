@@ -55,7 +55,7 @@ async def test_split_equals_local_equals_http_with_prefix_hits_in_small_pools(ti
     async with MockCell(COSTS, "models.0.kv.prefix_cache=false", unified=1, model=tiny) as alone:
         expected = await answers(alone)
         await settle(alone)
-    async with MockCell(COSTS, *SMALL, prefill=2, decode=2, model=tiny) as cell:
+    async with MockCell(COSTS, *SMALL, "router.mode=split", prefill=2, decode=2, model=tiny) as cell:
         assert await answers(cell) == expected
         url = await cell.serve_http()
         async with over_http(url, cell.model.name) as ask:
@@ -83,7 +83,9 @@ async def test_a_worker_can_be_made_slower_and_others_added_while_it_runs(tiny: 
 
 async def test_hand_offs_take_what_the_table_says(tiny: str) -> None:
     slow = COSTS.model_copy(update={"handoff": HandoffCosts(fixed_s=0.1, token_s=0.01)})
-    async with MockCell(COSTS, "transfer.early_reads=false", prefill=1, decode=1, model=tiny) as cell:
+    async with MockCell(
+        COSTS, "transfer.early_reads=false", "router.mode=split", prefill=1, decode=1, model=tiny
+    ) as cell:
         cell.workers["decode-0"].costs = slow
         sample = await cell.ask(Request(prompt=tuple(range(300, 364)), max_tokens=2))
         assert sample.is_ok and sample.e2e_s > 0.1 + 64 * 0.01
@@ -91,7 +93,7 @@ async def test_hand_offs_take_what_the_table_says(tiny: str) -> None:
 
 
 async def test_a_backend_between_processes_carries_the_small_kv(tiny: str) -> None:
-    async with MockCell(COSTS, prefill=1, decode=1, model=tiny, backend="tcp") as cell:
+    async with MockCell(COSTS, "router.mode=split", prefill=1, decode=1, model=tiny, backend="tcp") as cell:
         workload = independent([0.0] * 8, prompt=Lengths(median=40), answer=Lengths(median=6))
         samples = await play(cell.ask, workload)
         assert all(sample.is_ok and sample.mode == "split" for sample in samples)
