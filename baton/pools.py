@@ -69,8 +69,8 @@ async def scale(address: str, model: str, wanted: Sequence[str], *, wait_s: floa
         ]
         line = ", ".join(f"{pool.role} {pool.ready} of {pool.desired} ready" for pool in here)
         line += f"; {' and '.join(leaving)} draining" if leaving else ""
-        line += "".join(f"; {pool.problem}" for pool in here if pool.problem and pool.ready < pool.desired)
-        return not leaving and all(pool.ready == pool.desired for pool in here), line
+        line += "".join(f"; {pool.problem}" for pool in here if pool.problem)
+        return not leaving and all(pool.ready == pool.desired and not pool.problem for pool in here), line
 
     return await _follow(address, progress, wait_s)
 

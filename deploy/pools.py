@@ -17,7 +17,7 @@ from core.errors import ServingError
 from core.tasks import TaskScope
 from core.types import LauncherReport, PoolProblem, PoolSize, Role, WorkerState, WorkerStatus
 from deploy.launcher import ComponentEvent, ComponentSpec, ComponentState, Launcher
-from deploy.plan import Member, Pool, free_number, plan
+from deploy.plan import Member, Plan, Pool, free_number, plan
 from rpc.clients import RouterClient
 
 log = logging.getLogger(__name__)
@@ -163,6 +163,8 @@ class PoolKeeper:
         for pool in steps.start:
             name = await self._start(pool, statuses)
             self._say(f"starting {name}")
+        if steps != Plan():
+            self._wake.set()  # what has changed by them is told
 
     def _sizes(self) -> tuple[PoolSize, ...]:
         now = self._clock.now()
@@ -190,7 +192,8 @@ class PoolKeeper:
         for worker in self._workers.values():
             if worker.state in states and worker.message:
                 model, role = worker.started_as
-                message = f"{worker.name}: {worker.message}"
+                is_named = worker.message.startswith(worker.name)
+                message = worker.message if is_named else f"{worker.name}: {worker.message}"
                 found.setdefault(worker.started_as, PoolProblem(model=model, role=role, message=message))
         return tuple(found.values())
 
@@ -247,5 +250,9 @@ class PoolKeeper:
         spec = self._make_spec(model, role, free_number((*self._workers, *known), prefix))
         self._num_started += 1
         self._workers[spec.name] = _Worker(name=spec.name, started_as=pool, pool=pool, age=self._num_started)
-        await self._launcher.start(spec)
+        try:
+            await self._launcher.start(spec)
+        except BaseException:
+            del self._workers[spec.name]
+            raise
         return spec.name

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from core.clock import Clock, MonotonicClock
 from core.config import ClusterConfig
-from core.errors import ServingError
+from core.errors import ServingError, WorkerDraining
 from core.ids import format_incarnation, new_incarnation
 from core.tasks import TaskScope
 from core.telemetry import Telemetry
@@ -160,7 +160,7 @@ class RouterHandler:
     async def end_placement(self, end: PlacementEnd) -> None:
         if self._load.release(end.placement_id):
             self._metrics.ended.labels(end.outcome).inc()
-        if end.blamed_worker is not None:
+        if end.blamed_worker is not None and end.outcome != WorkerDraining.slug:  # it leaves, and did nothing wrong
             log.warning(
                 "worker blamed",
                 extra={"worker": end.blamed_worker, "request": end.request_id, "outcome": end.outcome},

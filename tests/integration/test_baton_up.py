@@ -24,8 +24,9 @@ ROOT = Path(__file__).parents[2]
 PORTS = ("--set", "gateway.listen=127.0.0.1:0", "--set", "router.listen=127.0.0.1:0")
 SMALL = ("--set", "models.0.kv.num_blocks=200")
 STOP_S = 10.0
+MODEL = "smollm2-135m-instruct"
 QUESTION = {
-    "model": "smollm2-135m-instruct",
+    "model": MODEL,
     "messages": [{"role": "user", "content": "What is the capital of France?"}],
     "max_tokens": 12,
     "temperature": 0,
@@ -130,9 +131,19 @@ def only_error(result: subprocess.CompletedProcess[str]) -> str:
     return line
 
 
+def problem_of(router: str, role: str) -> str:
+    status = json.loads(baton("status", "--json", "--router", router).stdout)
+    return next(str(pool["problem"]) for pool in status["pools"] if pool["role"] == role)
+
+
 @pytest.mark.timeout(240)
 def test_a_newcomers_cluster_under_ray_answers_and_stops_and_starts_again() -> None:
-    with up(*PORTS, *SMALL) as command:
+    more_than_half = (os.cpu_count() or 1) // 2 + 1
+    fits_once = (
+        *("--set", "models.0.pools.prefill.resources.num_cpus=0"),
+        *("--set", f"models.0.pools.decode.resources.num_cpus={more_than_half}"),
+    )
+    with up(*PORTS, *SMALL, *fits_once) as command:
         url = command.wait_until_up()
         answer = httpx.post(f"{url}/v1/chat/completions", json=QUESTION, timeout=100)
         assert "Paris" in answer.json()["choices"][0]["message"]["content"]
@@ -149,6 +160,14 @@ def test_a_newcomers_cluster_under_ray_answers_and_stops_and_starts_again() -> N
         assert "Paris" in chat.stdout
         assert re.search(r"prefill +[\d.]+ ms", chat.stdout), chat.stdout
         assert "by nixl" in chat.stdout
+
+        assert baton("scale", MODEL, "decode=2", "--router", router).stdout == f"{MODEL}: prefill=1, decode=2\n"
+        until = time.monotonic() + 60
+        while not (problem := problem_of(router, "decode")):
+            assert time.monotonic() < until
+        assert problem.startswith(f"decode-1 asks for {more_than_half} CPU")
+        assert baton("scale", MODEL, "decode=1", "--wait", "--router", router).returncode == 0
+        assert problem_of(router, "decode") == ""
 
         assert command.stop(signal.SIGTERM) < STOP_S
         assert command.process.returncode == 0

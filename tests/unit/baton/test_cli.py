@@ -35,6 +35,12 @@ def test_a_bad_configuration_is_one_line(
     assert expected in line
 
 
+@pytest.mark.parametrize("size", ["prefil=2", "decode", "decode=many"])
+def test_a_size_that_is_none_is_told_before_anybody_is_asked(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["scale", "m", "prefill=1", size]) == EXIT_CONFIG
+    assert f"'{size}' is not a size: say one or more of prefill=N, decode=N, unified=N" in only_line(capsys)
+
+
 def test_a_missing_model_is_told_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["up", "--launcher", "process", "--set", "models.0.path=/no/such.gguf"]) == EXIT_CONFIG
     assert "/no/such.gguf" in only_line(capsys)

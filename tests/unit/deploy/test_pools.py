@@ -17,7 +17,7 @@ from core.types import (
     WorkerState,
 )
 from deploy.cluster import worker_spec
-from deploy.launcher import ComponentEvent, ComponentSpec, ComponentState
+from deploy.launcher import ComponentEvent, ComponentSpec, ComponentState, LaunchError
 from deploy.pools import FIRST_RETRY_S, LEAVE_MARGIN_S, PoolKeeper
 from router.handler import RouterHandler
 from tests.unit.router.builders import make_load, make_registration
@@ -202,3 +202,15 @@ async def test_a_router_that_is_away_changes_nothing_and_is_awaited(
     with pytest.raises(WorkerLost):
         await site.reconcile()
     assert sorted(site.running) == before
+
+
+async def test_a_worker_that_the_launcher_refuses_is_not_counted(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(spec: ComponentSpec) -> None:
+        raise LaunchError("Ray's driver has ended")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(site, "start", refuse)
+        await site.scale(decode=3)
+        with pytest.raises(LaunchError):
+            await site.reconcile()
+    assert await site.reconcile() == ["decode-0", "decode-1", "decode-2", "prefill-0"]
