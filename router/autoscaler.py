@@ -137,13 +137,13 @@ def decide(seen: Observation, settings: AutoscaleConfig, history: Sequence[Decis
     action, flip_from = Action.HOLD, None
     for role in spare:
         size, reasons[role] = judge.down(role)
-        if size == sizes[role] or flip_from is not None:
-            continue
-        if is_growing and len(sizes) == 2:
+        if reasons[role] == "cancel_pending":
+            sizes[role] = size
+        elif size < sizes[role] and is_growing and len(sizes) == 2:
             flip_from = role
             other = next(one for one in sizes if one is not role)
             sizes = {role: size, other: seen.pool(other).desired + 1}
-        elif not is_growing and all(sizes[one] == seen.pool(one).desired for one in sizes):
+        elif size < sizes[role] and all(sizes[one] == seen.pool(one).desired for one in sizes):
             sizes[role] = size  # one pool, one worker
     steps = {role: step for role, size in sizes.items() if (step := size - seen.pool(role).desired)}
     if steps:

@@ -182,6 +182,12 @@ def test_pending_workers_count_and_those_that_cannot_be_started_are_cancelled() 
     assert fleet.sizes == (1, 1)
 
 
+def test_what_was_never_started_is_no_worker_to_flip() -> None:
+    fleet = Fleet(desired={P: 1, D: 3}, ready={P: 1, D: 1}, problem="no CPU is free")
+    (change,) = [one for one in fleet.run(30, Demand(prompt_tokens_per_s=1400, answers=5)) if D in dict(one.steps)]
+    assert (change.action, change.flip_from, dict(change.steps)[D]) == (Action.SCALE, None, -2)
+
+
 def test_prefill_that_waits_for_decode_is_not_made_larger() -> None:
     fleet = Fleet()
     decisions = fleet.run(60, Demand(prompt_tokens_per_s=5000, answers=5, held_share=0.9))
