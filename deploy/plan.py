@@ -1,12 +1,13 @@
 """What to start and whom to retire so that pools come to their sizes: a function of what is wanted and what is there.
 
-Who goes, when a pool is to shrink: first those that serve nobody yet (not started, failing, or away), then those with
-the least work, of equals those with the least in their prefix cache, and then the youngest. Nobody is killed: whoever
-serves is drained.
+Who goes, when a pool is to shrink: first those that serve nobody (not started, failing, or lost), then suspects, then
+those with the least work, of equals those with the least in their prefix cache, and then the youngest. Nobody is
+killed: whoever serves is drained.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 
 from core.types import Role
 
@@ -21,8 +22,7 @@ class Member:
     name: str
     pool: Pool | None
     """Where it is, or will be after its flip; None: it leaves, and counts nowhere."""
-    is_serving: bool = False
-    """The router knows it as alive: it may have work."""
+    standing: "Standing"
     work: int = 0
     """Requests, leases and transfers."""
     cached_blocks: int = 0
@@ -30,8 +30,19 @@ class Member:
     """Higher for those started later."""
 
     @property
-    def worth(self) -> tuple[bool, int, int, int]:
-        return self.is_serving, self.work, self.cached_blocks, -self.age
+    def worth(self) -> tuple[int, int, int, int]:
+        return self.standing, self.work, self.cached_blocks, -self.age
+
+
+class Standing(IntEnum):
+    """What a worker may have to lose; who has least goes first."""
+
+    IDLE = 0
+    """It never served, does not run, or is lost: it may be stopped."""
+    SUSPECT = 1
+    READY = 2
+    UNKNOWN = 3
+    """It serves, and the router does not know it (yet, or again): it cannot be drained now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +57,8 @@ class Plan:
 
 
 def plan(desired: Mapping[Pool, int], members: Iterable[Member]) -> Plan:
-    """From sizes and members to steps. Pools that are not in ``desired`` are left alone."""
+    """From sizes and members to steps; where they do not suffice now, the next call has the rest. Pools that are not in
+    ``desired`` are left alone."""
     members = list(members)
     start: list[Pool] = []
     cancel: list[str] = []
@@ -55,7 +67,10 @@ def plan(desired: Mapping[Pool, int], members: Iterable[Member]) -> Plan:
         here = sorted((m for m in members if m.pool == pool), key=lambda member: member.worth)
         start += [pool] * (size - len(here))
         for member in here[: max(0, len(here) - size)]:
-            (drain if member.is_serving else cancel).append(member.name)
+            if member.standing is Standing.IDLE:
+                cancel.append(member.name)
+            elif member.standing is not Standing.UNKNOWN:
+                drain.append(member.name)
     return Plan(start=tuple(start), cancel=tuple(cancel), drain=tuple(drain))
 
 

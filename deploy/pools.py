@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from core.clock import Clock, MonotonicClock
 from core.config import ClusterConfig
@@ -17,7 +17,7 @@ from core.errors import ServingError
 from core.tasks import TaskScope
 from core.types import LauncherReport, PoolProblem, PoolSize, Role, WorkerState, WorkerStatus
 from deploy.launcher import ComponentEvent, ComponentSpec, ComponentState, Launcher
-from deploy.plan import Member, Plan, Pool, free_number, plan
+from deploy.plan import Member, Plan, Pool, Standing, free_number, plan
 from rpc.clients import RouterClient
 
 log = logging.getLogger(__name__)
@@ -209,18 +209,14 @@ class PoolKeeper:
             worker.leaving_since = self._clock.now()
 
     def _member(self, worker: _Worker, status: WorkerStatus | None) -> Member:
-        is_serving = status is not None and status.state in (WorkerState.READY, WorkerState.DRAINING)
-        if status is None or not is_serving:
-            return Member(name=worker.name, pool=worker.pool, age=worker.age)
+        if status is not None and status.registration.pid != worker.pid:
+            status = None  # the process before this one
+        member = Member(name=worker.name, pool=worker.pool, age=worker.age, standing=_standing(worker, status))
+        if status is None:
+            return member
         load = status.load
-        return Member(
-            name=worker.name,
-            pool=worker.pool,
-            is_serving=True,
-            work=load.num_running + load.num_waiting + load.num_leases + load.num_transfers,
-            cached_blocks=load.blocks.cached,
-            age=worker.age,
-        )
+        work = load.num_running + load.num_waiting + load.num_leases + load.num_transfers
+        return replace(member, work=work, cached_blocks=load.blocks.cached)
 
     async def _forget_ended(self) -> None:
         """Those that have left, and those that failed so long ago that their place is tried again."""
@@ -256,3 +252,12 @@ class PoolKeeper:
             del self._workers[spec.name]
             raise
         return spec.name
+
+
+def _standing(worker: _Worker, status: WorkerStatus | None) -> Standing:
+    if worker.state is not ComponentState.READY:
+        return Standing.IDLE
+    if status is None:
+        return Standing.UNKNOWN
+    standings = {WorkerState.LOST: Standing.IDLE, WorkerState.SUSPECT: Standing.SUSPECT}
+    return standings.get(status.state, Standing.READY)

@@ -139,11 +139,12 @@ def problem_of(router: str, role: str) -> str:
 @pytest.mark.timeout(240)
 def test_a_newcomers_cluster_under_ray_answers_and_stops_and_starts_again() -> None:
     more_than_half = (os.cpu_count() or 1) // 2 + 1
-    fits_once = (
+    settings = (
+        *("--set", "router.mode=split"),  # whatever this machine's costs say
         *("--set", "models.0.pools.prefill.resources.num_cpus=0"),
         *("--set", f"models.0.pools.decode.resources.num_cpus={more_than_half}"),
     )
-    with up(*PORTS, *SMALL, *fits_once) as command:
+    with up(*PORTS, *SMALL, *settings) as command:
         url = command.wait_until_up()
         answer = httpx.post(f"{url}/v1/chat/completions", json=QUESTION, timeout=100)
         assert "Paris" in answer.json()["choices"][0]["message"]["content"]

@@ -58,6 +58,7 @@ class Site:
         self, name: str, role: Role, state: WorkerState = WorkerState.READY, incarnation: int = 1, **load: int
     ) -> None:
         registration = replace(make_registration(name, incarnation, role), pid=self.running[name])
+        self.note(name, ComponentState.READY)
         self.handler._registry.heartbeat(self.handler._registry.join(registration), make_load(state, **load))
 
     async def join_all(self) -> None:
@@ -116,6 +117,16 @@ async def test_who_is_not_needed_before_it_serves_is_stopped_at_once(site: Site)
     await site.reconcile()
     await site.scale(decode=2)
     assert await site.reconcile() == ["decode-0", "decode-1", "prefill-0"] and not site.draining()
+
+
+async def test_nobody_who_serves_is_stopped_while_a_new_router_does_not_know_it(site: Site) -> None:
+    site.handler = RouterHandler(CONFIG, Telemetry(component="router"), site.clock)
+    await site.scale(decode=1)
+    before = sorted(site.running)
+    assert await site.reconcile() == before
+    for name in before:
+        site.join(name, Role(name.partition("-")[0]))
+    assert await site.reconcile() == before and site.draining() == ["decode-1"]
 
 
 async def test_who_leaves_unasked_is_replaced_at_once_under_another_name(site: Site) -> None:
