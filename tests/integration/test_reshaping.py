@@ -15,7 +15,12 @@ from tests.support.cluster import MODEL, ProcessCluster
 
 pytestmark = pytest.mark.processes
 
-POOLS = ("models.0.pools.prefill.replicas=2", "models.0.pools.decode.replicas=2", "worker.pin_threads=false")
+POOLS = (
+    "models.0.pools.prefill.replicas=2",
+    "models.0.pools.decode.replicas=2",
+    "worker.pin_threads=false",
+    "router.mode=split",
+)
 
 
 async def reshape(path: Path, num_changes: int, *, seed: int, drain_s: float) -> None:
