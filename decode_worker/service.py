@@ -129,6 +129,7 @@ class DecodeRole:
         context.check(asked, request.worker_incarnation)
         grammar = await context.compile_grammar(asked.sampling)
         await context.failpoints.reach("decode.admit")
+        context.check_serving()  # a drain that began meanwhile may be over
         if asked.gateway_incarnation not in self._outboxes:
             raise WorkerLost("the gateway has no outputs stream here", worker_id=context.worker_id)
         if request.mode is Mode.SPLIT and (request.prefill is None or context.role is Role.UNIFIED):

@@ -71,8 +71,7 @@ class WorkerContext:
         """Refuse what was meant for somebody else, or what this worker cannot do. Raises a typed error."""
         if incarnation != self.incarnation:
             raise StaleIncarnation(f"{self.worker_id} was restarted since the placement", worker_id=self.worker_id)
-        if self.is_draining:
-            raise WorkerDraining(f"{self.worker_id} is draining", worker_id=self.worker_id)
+        self.check_serving()
         if request.model != self.model.name:
             raise ModelNotFound(f"{self.worker_id} serves {self.model.name!r}, not {request.model!r}")
         if not request.prompt_token_ids:
@@ -81,6 +80,11 @@ class WorkerContext:
         vocab_size = self.engine.limits.vocab_size
         if max(request.prompt_token_ids) >= vocab_size:
             raise InvalidRequest(f"a prompt token id is not below the vocabulary size {vocab_size}", param="prompt")
+
+    def check_serving(self) -> None:
+        """Raises WorkerDraining."""
+        if self.is_draining:
+            raise WorkerDraining(f"{self.worker_id} is draining", worker_id=self.worker_id)
 
 
 class WorkerRole(Protocol):

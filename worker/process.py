@@ -305,9 +305,9 @@ class Worker:
             self.drain(reason)
         elif command.kind is CommandKind.FLIP:
             role = command.role
-            if role is None or role not in self.context.model.pools or role is self.context.role:
-                log.error("cannot be flipped", extra={"worker_id": self.context.worker_id, "role": role})
-                return
+            if role not in self.context.model.pools:  # the router's configuration is another one
+                log.error("cannot be flipped, leaves", extra={"worker_id": self.context.worker_id, "role": role})
+                role = None
             self.drain(reason, next_role=role)
 
     # -- from the step thread -----------------------------------------------------------------------------------------

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, cast
 
 import pytest
 
 from core.clock import MonotonicClock
 from core.config import parse_config
-from core.errors import ContextTooLong
+from core.errors import ContextTooLong, WorkerDraining
 from core.failpoints import Failpoints
 from core.ids import GatewayId, HandoffId, Incarnation, RequestId, WorkerId
 from core.telemetry import Telemetry
@@ -130,5 +131,37 @@ async def test_room_is_promised_for_every_choice_but_the_prompt_counts_once() ->
     assert (await site.admit("too many", 10, n=4)).verdict is AdmitVerdict.QUEUED
     with pytest.raises(ContextTooLong, match="the prompt and 40 choices need 42 KV blocks"):
         await site.admit("never", 10, n=40)
+    await site.role.stop()
+    assert site.engine.pool.counts().is_idle()
+
+
+async def test_who_waits_for_room_is_handed_back_when_a_drain_begins_and_who_runs_is_not() -> None:
+    site = Site()
+    assert (await site.admit("runs", 60)).verdict is AdmitVerdict.ACCEPTED
+    assert (await site.admit("waits", 60)).verdict is AdmitVerdict.QUEUED
+    site.role._context.is_draining = True
+    site.role.begin_drain()
+    outbox = site.role._outboxes[GATEWAY]
+    while not outbox._failed:
+        await asyncio.sleep(0)
+    assert [(failed.request_id, failed.slug, failed.worker_id) for failed in outbox._failed] == [
+        ("waits", "worker_draining", "unified-0")
+    ]
+    assert [key.request_id for key in site.role._admissions] == ["runs"]
+    await site.role.stop()
+    assert {failed.slug for failed in outbox._failed} == {"worker_draining"} and len(outbox._failed) == 2
+    assert site.engine.pool.counts().is_idle()
+
+
+async def test_a_drain_that_begins_while_a_request_is_admitted_refuses_it() -> None:
+    site = Site()
+    site.role._context.failpoints.set("decode.admit", "pause:60")
+    admitting = asyncio.create_task(site.admit("late", 8))
+    await asyncio.sleep(0)
+    site.role._context.is_draining = True
+    site.role._context.failpoints.set("decode.admit", "")
+    with pytest.raises(WorkerDraining):
+        await admitting
+    assert not site.role._admissions
     await site.role.stop()
     assert site.engine.pool.counts().is_idle()
