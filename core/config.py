@@ -347,6 +347,19 @@ class RouterConfig(_Section):
     placement_wait_s: float = Field(default=60, gt=0)
     """How long a request may wait for a worker that is not there now."""
     max_waiting: int = Field(default=1024, ge=0)
+    """Requests that may wait, of each model. More are refused, or take the place of a lower priority class or of a
+    tenant with more of them."""
+    max_wait_s: float = Field(default=30, gt=0)
+    """How long a request may wait for room at workers. One that would wait longer, as fast as the queue is served, is
+    refused at once."""
+    prefill_backlog_s: float = Field(default=1, gt=0)
+    """Prompts that may wait in a worker, in seconds of its work; others wait at the router, where the most urgent goes
+    first."""
+    decode_backlog: float = Field(default=0.25, ge=0)
+    """Requests that a decode worker may have beyond its ``max_sequences``, as a share of them: their prompts are read
+    meanwhile."""
+    max_transfers: int = Field(default=256, ge=1)
+    """Hand-offs that may be in flight to one decode worker when another one is placed on it."""
     mode: Literal["auto", "split", "local"] = "auto"
     """``auto``: where a prefill pool exists, what is predicted to be cheaper, by costs that are measured all the time.
     ``split`` always uses that pool, ``local`` makes decode workers prefill themselves."""

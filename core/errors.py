@@ -4,8 +4,8 @@
 
     ServingError
       RequestError       never retried   InvalidRequest 400 | ContextTooLong 400 | ModelNotFound 404 | NotAllowed 403
-      CapacityError      try later       RateLimited 429 | QuotaExceeded 429 | QueueFull 503 | NoWorker 503
-                                         | OutOfBlocks 503
+      CapacityError      try later       RateLimited 429 | QuotaExceeded 429 | QueueFull 503 | TooManyWaiting 429
+                                         | Overloaded 503 | NoWorker 503 | OutOfBlocks 503
       TransferError      re-fetch or re-prefill   LeaseExpired | StaleLease | DigestMismatch | TransferStalled
                                          | PeerLost
                                          | LayoutMismatch | BackendFailed
@@ -71,7 +71,7 @@ class ServingError(Exception):
         self.worker_id = worker_id
         """The worker that a re-placement should avoid, if known."""
         self.retry_after_s = retry_after_s
-        """When the same request may succeed, if known; infinity: never as it is. Does not cross gRPC: the gateway's."""
+        """When the same request may succeed, if known; infinity: never as it is."""
 
 
 class RequestError(ServingError):
@@ -126,6 +126,22 @@ class QuotaExceeded(CapacityError):
 
 class QueueFull(CapacityError):
     slug = "queue_full"
+
+
+class TooManyWaiting(QueueFull):
+    """The router's queue is full, or the tenant's share of it: whoever asks less often finds a place."""
+
+    slug = "too_many_waiting"
+    http_status = 429
+    http_type = "rate_limit_error"
+    recovery = Recovery.NONE
+
+
+class Overloaded(CapacityError):
+    """It would wait for room at workers for longer than it may, or has."""
+
+    slug = "overloaded"
+    recovery = Recovery.NONE
 
 
 class NoWorker(CapacityError):
@@ -240,8 +256,14 @@ ERRORS_BY_SLUG: dict[str, type[ServingError]] = {cls.slug: cls for cls in _tree(
 
 
 def error_from_slug(
-    slug: str, message: str, *, param: str | None = None, code: str | None = None, worker_id: str | None = None
+    slug: str,
+    message: str,
+    *,
+    param: str | None = None,
+    code: str | None = None,
+    worker_id: str | None = None,
+    retry_after_s: float | None = None,
 ) -> ServingError:
     """Rebuild an error that crossed the wire. An unknown slug (a newer peer) becomes :class:`InternalError`."""
     cls = ERRORS_BY_SLUG.get(slug, InternalError)
-    return cls(message, param=param, code=code, worker_id=worker_id)
+    return cls(message, param=param, code=code, worker_id=worker_id, retry_after_s=retry_after_s)

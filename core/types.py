@@ -346,6 +346,8 @@ class PlacementEnd:
     attempt: int
     outcome: str
     """``ok`` or the slug of the error that ended the attempt."""
+    num_generated: int = 0
+    """Tokens of the answer that this attempt has brought."""
     blamed_worker: WorkerId | None = None
 
 

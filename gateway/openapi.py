@@ -28,9 +28,9 @@ REASONS = {
     413: "The body is too large.",
     415: "The body is not sent as JSON.",
     431: "The request line and the headers are too large.",
-    429: "A rate, a budget or a number of streams is used up. `Retry-After` says for how long.",
+    429: "A rate, a budget or a number of streams is used up, or too many requests wait. `Retry-After` says how long.",
     500: "A mistake of ours; the message has the request's id.",
-    503: "No worker can take this now, or the gateway is stopping.",
+    503: "No worker can take this now (in time), or the gateway is stopping. `Retry-After` says when to come back.",
     504: "The deadline passed before the first token.",
 }
 

@@ -13,7 +13,7 @@ nowhere else.
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from core import types as t
 from core.errors import (
@@ -101,6 +101,7 @@ class Pipeline:
         """False when what is held for these choices cannot be had any more, and they have come apart: nothing was
         begun."""
         number, since_s = run.begin_attempt(branch), run.stages.elapsed_s()
+        num_before = branch.num_generated
         outcome, failure = Cancelled.slug, None
         try:
             placement = await self._place(run, branch, number)
@@ -118,7 +119,8 @@ class Pipeline:
         finally:
             run.note_attempt(branch, number, since_s, outcome=outcome, error=failure)
             if branch.placement is not None:
-                self._ends.add(_end_of(run, branch.placement, number, outcome, failure))
+                end = _end_of(run, branch.placement, number, outcome, failure)
+                self._ends.add(replace(end, num_generated=branch.num_generated - num_before))
 
     async def _place(self, run: Run, branch: Branch, number: int) -> t.Placement:
         """A placement from the router, which may be restarting: its absence is borne for a while."""

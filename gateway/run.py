@@ -78,6 +78,11 @@ class Branch:
         ]
 
     @property
+    def num_generated(self) -> int:
+        """Tokens accepted so far, of all choices."""
+        return sum(len(choice.accepted) for choice in self.choices)
+
+    @property
     def accepted(self) -> tuple[int, ...]:
         """The same for all choices when an attempt begins, or when what is held was asked for."""
         return tuple(self.choices[0].accepted) if self.prefill is None else self.prefill.accepted

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 from core.clock import Clock, MonotonicClock
 from core.config import ClusterConfig
-from core.errors import ServingError, WorkerDraining
+from core.errors import OutOfBlocks, QueueFull, ServingError, WorkerDraining
 from core.ids import format_incarnation, new_incarnation
+from core.priority import PriorityClass
 from core.tasks import TaskScope
 from core.telemetry import Telemetry
 from core.types import (
@@ -32,18 +33,21 @@ from router.admin import Admin, RecordRing
 from router.break_even import Weights
 from router.cost_book import CostBook
 from router.gateways import GatewayBook
-from router.load import LoadBook
+from router.load import LoadBook, Reservation
 from router.metrics import RouterMetrics
 from router.placer import Placer
 from router.policy import FALLBACKS, PolicySettings
 from router.pools import PoolBook
 from router.prefix_index import PrefixIndex
 from router.registry import Commands, LivenessTimes, Membership, Registry
+from router.room import RoomLimits
 from router.scaling import Autoscaler
-from router.waiting import WaitingRoom
+from router.waiting import GENERATED_WEIGHT, Refusal, WaitingRoom
 
 log = logging.getLogger(__name__)
 
+_REFUSED = frozenset({QueueFull.slug, OutOfBlocks.slug})
+"""A worker had no room: nothing was done for the request."""
 SWEEP_S = 0.1
 """How often silence, waiting times and expiries are looked at; changes that arrive act at once."""
 
@@ -76,6 +80,12 @@ class RouterHandler:
             costs=self._costs,
             absences=Absences(clock, after_s=settings.fallback_after_s),
             settings=_policy_settings(config),
+            room_limits=RoomLimits(
+                prefill_backlog_s=settings.prefill_backlog_s,
+                decode_backlog=settings.decode_backlog,
+                held_fraction=config.transfer.held_fraction,
+                max_transfers=settings.max_transfers,
+            ),
         )
         self._room = WaitingRoom(
             clock,
@@ -84,6 +94,9 @@ class RouterHandler:
             placement_wait_s=settings.placement_wait_s,
             forgive_s=settings.heartbeat_timeout_s,
             max_waiting=settings.max_waiting,
+            max_wait_s=settings.max_wait_s,
+            projected_tokens=config.worker.projected_tokens,
+            on_refusal=self._note_refusal,
         )
         self._admin = Admin(
             registry=self._registry,
@@ -140,6 +153,8 @@ class RouterHandler:
         self._metrics.placements.labels(request.model, placement.mode, placement.reason).inc()
         if placement.reason in FALLBACKS:
             self._metrics.fallbacks.labels(request.model, placement.reason).inc()
+        priority = PriorityClass.of(request.priority)
+        self._metrics.queue_wait_s.labels(request.model, priority).observe(placement.queue_s)
         log.info(
             "placed",
             extra={
@@ -155,11 +170,21 @@ class RouterHandler:
         return placement
 
     def _take_back(self, placement: Placement) -> None:
-        self._load.release(placement.placement_id)
+        reservation = self._load.release(placement.placement_id)
+        if reservation is not None:
+            self._room.correct(reservation.account, -_charge(reservation))
+
+    def _note_refusal(self, request: PlaceRequest, refusal: Refusal) -> None:
+        priority = PriorityClass.of(request.priority)
+        self._metrics.queue_refusals.labels(request.model, priority, refusal).inc()
 
     async def end_placement(self, end: PlacementEnd) -> None:
-        if self._load.release(end.placement_id):
+        was_refused = end.outcome in _REFUSED
+        reservation = self._load.release(end.placement_id, was_refused=was_refused)
+        if reservation is not None:
             self._metrics.ended.labels(end.outcome).inc()
+            self._room.correct(reservation.account, _correction(reservation, end, was_refused=was_refused))
+            self._room.wake_for_room()
         if end.blamed_worker is not None and end.outcome != WorkerDraining.slug:  # it leaves, and did nothing wrong
             log.warning(
                 "worker blamed",
@@ -211,6 +236,7 @@ class RouterHandler:
                 else:
                     self._costs.learn(stream.registration, message.samples)
                 self._after_change()
+                self._room.wake_for_room()
         except ServingError as error:
             commands.put_nowait(error)
         finally:
@@ -313,6 +339,8 @@ class RouterHandler:
         self._metrics.gateways.set(len(self._gateways.statuses()))
         self._metrics.open_placements.set(len(self._load))
         self._metrics.waiting.set(len(self._room))
+        for model, priority, length in self._room.lengths():
+            self._metrics.queue_length.labels(model, priority).set(length)
         self._metrics.prefix_blocks.set(self.prefixes.num_hashes)
 
     async def _keep_time(self) -> None:
@@ -356,6 +384,16 @@ def _policy_settings(config: ClusterConfig) -> PolicySettings:
         fallback=settings.fallback,
         fallback_tokens=settings.fallback_tokens,
     )
+
+
+def _correction(reservation: Reservation, end: PlacementEnd, *, was_refused: bool) -> float:
+    """What a tenant has had is what was charged beforehand and this."""
+    attained = 0.0 if was_refused else reservation.num_tokens + GENERATED_WEIGHT * end.num_generated
+    return attained - _charge(reservation)
+
+
+def _charge(reservation: Reservation) -> float:
+    return reservation.num_tokens + GENERATED_WEIGHT * reservation.num_projected
 
 
 class _WorkerStream:

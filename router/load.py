@@ -5,7 +5,7 @@ is not in it; the router adds an estimate until a later report covers it, its en
 are lost harmlessly: when the router restarts, the next reports replace them.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,6 +19,8 @@ ARRIVAL_S = 0.25
 """A request placed this long before a report may still have been on its way to the worker."""
 EXPIRY_MARGIN_S = 5.0
 """An estimate outlives its request's deadline by this; by then the request has ended, reported or not."""
+TOLD_S = 0.03
+"""An end is told so long after the worker has seen it: a report in between does not contain what has ended."""
 
 WorkerKey = tuple[WorkerId, Incarnation]
 
@@ -33,6 +35,14 @@ class Reservation:
     """Who reads the prompt: P, or in ``local`` mode the worker itself. Of what is held already nobody does, and its
     blocks are in P's own report: then it is the decode worker too."""
     decode: WorkerKey
+    num_decode_blocks: int
+    """Its prompt and assumed answer at the decode worker."""
+    account: tuple[str, str, int]
+    """(model, tenant, priority): who is charged for it, for ..."""
+    num_tokens: int
+    """... a prompt of so many tokens, wherever it is read, and ..."""
+    num_projected: int
+    """... an answer of so many."""
     expires_at: float
 
 
@@ -62,7 +72,10 @@ class _Extra:
 
     shares: dict[PlacementId, _Share] = field(default_factory=dict)
     """In the order of their making."""
+    ended: deque[_Share] = field(default_factory=deque)
+    """What the report contains still although it is over, by the time at which that was told."""
     sum: _Share = _NOTHING
+    """The first less the second."""
 
     def add(self, placement_id: PlacementId, share: _Share) -> None:
         self.shares[placement_id] = share
@@ -73,13 +86,20 @@ class _Extra:
         if share is not None:
             self.sum = self.sum.plus(share, -1)
 
-    def cover(self, until: float) -> None:
-        """The report contains what was placed before ``until``."""
+    def end(self, share: _Share) -> None:
+        """What the report contains is over; ``placed_at`` is now."""
+        self.ended.append(share)
+        self.sum = self.sum.plus(share, -1)
+
+    def cover(self, reported_at: float) -> None:
+        """The report contains what had come by then, and nothing that had ended."""
         while self.shares:
             first = next(iter(self.shares))
-            if self.shares[first].placed_at >= until:
-                return
+            if self.shares[first].placed_at >= reported_at - ARRIVAL_S:
+                break
             self.remove(first)
+        while self.ended and self.ended[0].placed_at <= reported_at + TOLD_S:
+            self.sum = self.sum.plus(self.ended.popleft(), 1)
 
 
 class _Known(NamedTuple):
@@ -102,6 +122,7 @@ class LoadBook:
         self._extras: dict[WorkerKey, _Extra] = defaultdict(_Extra)
         self._known: dict[WorkerKey, _Known] = {}
         """Most workers are as they were at the last decision."""
+        self._refused_at: dict[WorkerKey, float] = {}
 
     def __len__(self) -> int:
         return len(self._reservations)
@@ -118,6 +139,10 @@ class LoadBook:
             gateway=(request.gateway_id, request.gateway_incarnation),
             prefill=prefill,
             decode=decode,
+            num_decode_blocks=path.decode.blocks_for(num_projected),
+            account=(request.model, request.tenant, request.priority),
+            num_tokens=request.num_prompt_tokens,
+            num_projected=num_projected - request.num_prompt_tokens,
             expires_at=now + request.deadline_s + EXPIRY_MARGIN_S,
         )
         reads_here = num_new if prefill == decode else 0
@@ -128,15 +153,23 @@ class LoadBook:
         for key in {prefill, decode}:
             self._num_placed[key] += 1
 
-    def release(self, placement_id: PlacementId) -> bool:
-        """The placement is over. False if it was not known (any more): harmless, a repeated or late report."""
+    def release(self, placement_id: PlacementId, *, was_refused: bool = False) -> Reservation | None:
+        """The placement is over. None if it was not known (any more): harmless, a repeated or late report.
+
+        ``was_refused``: for lack of room, which its workers' next reports will show; until then they have none.
+        """
         reservation = self._reservations.pop(placement_id, None)
         if reservation is None:
-            return False
-        for key in (reservation.prefill, reservation.decode):
+            return None
+        now, prefill, decode = self._clock.now(), reservation.prefill, reservation.decode
+        if was_refused:
+            self._refused_at |= {prefill: now, decode: now}
+        elif decode in self._extras and placement_id not in self._extras[decode].shares:
+            self._extras[decode].end(_Share(now, 0, reservation.num_decode_blocks, 1))
+        for key in (prefill, decode):
             if key in self._extras:
                 self._extras[key].remove(placement_id)
-        return True
+        return reservation
 
     def release_gateway(self, gateway_id: GatewayId, incarnation: Incarnation) -> int:
         """This incarnation of a gateway is gone: its requests are being aborted by the workers. Returns how many."""
@@ -155,7 +188,7 @@ class LoadBook:
         ]
         for placement_id in gone:
             self.release(placement_id)
-        for book in (self._num_placed, self._extras, self._known):
+        for book in (self._num_placed, self._extras, self._known, self._refused_at):
             for key in book.keys() - living:
                 del book[key]
         return len(gone)
@@ -170,10 +203,12 @@ class LoadBook:
         key = (registration.worker_id, registration.incarnation)
         num_placed, extra = self._num_placed.get(key, 0), _NOTHING
         if key in self._extras:
-            self._extras[key].cover(now - worker.heartbeat_age_s - ARRIVAL_S)
+            self._extras[key].cover(now - worker.heartbeat_age_s)
             extra = self._extras[key].sum
+        is_refusing = self._refused_at.get(key, -1.0) > now - worker.heartbeat_age_s
         known = self._known.get(key)
-        if known is not None and known.num_placed == num_placed and known.extra == extra:
+        same = (num_placed, extra, is_refusing)
+        if known is not None and (known.num_placed, known.extra, known.candidate.is_refusing) == same:
             before = known.worker
             if before.load is load and before.registration is registration and before.state is worker.state:
                 return known.candidate
@@ -189,10 +224,13 @@ class LoadBook:
             max_sequences=registration.max_sequences,
             max_step_tokens=registration.max_step_tokens,
             block_bytes=registration.block_bytes,
-            used_blocks=blocks.custody + blocks.in_use + blocks.leased + blocks.reserved + extra.blocks,
+            used_blocks=max(0, blocks.custody + blocks.in_use + blocks.leased + blocks.reserved + extra.blocks),
             queued_prompt_tokens=load.queued_prompt_tokens + extra.queued_prompt_tokens,
-            num_requests=load.num_running + load.num_waiting + extra.num_requests,
+            num_requests=max(0, load.num_running + load.num_waiting + extra.num_requests),
             num_placed=num_placed,
+            held_blocks=load.held_bytes // max(1, registration.block_bytes),
+            num_transfers=load.num_transfers,
+            is_refusing=is_refusing,
             broken_pairs=frozenset(load.broken_pairs),
         )
         self._known[key] = _Known(worker, extra, num_placed, candidate)

@@ -34,6 +34,25 @@ class RouterMetrics:
             name("placement_wait_seconds"), "Time until placed or refused", buckets=_WAIT_BUCKETS, registry=registry
         )
         self.waiting = Gauge(name("waiting_requests"), "Requests waiting for a worker", registry=registry)
+        self.queue_length = Gauge(
+            name("queue_length"),
+            "Requests waiting, by model and priority class",
+            ["model", "priority"],
+            registry=registry,
+        )
+        self.queue_wait_s = Histogram(
+            name("queue_wait_seconds"),
+            "Time that a request waited until it was placed",
+            ["model", "priority"],
+            buckets=_WAIT_BUCKETS,
+            registry=registry,
+        )
+        self.queue_refusals = Counter(
+            name("queue_refusals"),
+            "Requests that were refused room or a place in the queue",
+            ["model", "priority", "reason"],
+            registry=registry,
+        )
         self.open_placements = Gauge(
             name("open_placements"), "Placements whose end was not reported yet", registry=registry
         )

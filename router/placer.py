@@ -12,11 +12,25 @@ from core.types import (
 from router.absences import Absences
 from router.cost_book import CostBook
 from router.load import LoadBook
-from router.policy import Path, PolicySettings, Shortfall, Snapshot, decide, lack_of_path
+from router.policy import (
+    FALLBACKS,
+    Choice,
+    Lack,
+    Path,
+    PolicySettings,
+    Reason,
+    Shortfall,
+    Snapshot,
+    decide,
+    lack_of_path,
+)
 from router.pools import PoolBook
 from router.prefix_index import PrefixIndex
 from router.registry import Registry
+from router.room import Room, RoomLimits
 
+MAKESHIFT = FALLBACKS | {Reason.ONLY_PAIR_LEFT}
+"""Ways of doing it that are taken only where the pairs cannot be had."""
 CONFIRM_S = 5.0
 """After the moment at which its prompt should be computed, a worker may take so long to report the blocks of it ..."""
 CONFIRM_FACTOR = 2.0
@@ -36,6 +50,7 @@ class Placer:
         pools: PoolBook,
         absences: Absences,
         settings: PolicySettings,
+        room_limits: RoomLimits,
     ) -> None:
         self._registry = registry
         self._load = load
@@ -44,6 +59,7 @@ class Placer:
         self._pools = pools
         self._absences = absences
         self._settings = settings
+        self._room_limits = room_limits
 
     def snapshot(self, request: PlaceRequest | None = None) -> Snapshot:
         """Everything the policy may know now."""
@@ -62,7 +78,7 @@ class Placer:
     def place_now(self, request: PlaceRequest) -> Placement | Shortfall:
         """A placement with its reservation made, or what is missing. Raises ModelNotFound."""
         self.check_model(request.model)
-        choice = decide(request, self.snapshot(request), self._settings)
+        choice = self._choose(request, self.snapshot(request))
         if isinstance(choice, Shortfall):
             return choice
         path = choice.path
@@ -81,6 +97,18 @@ class Placer:
         self._load.reserve(placement.placement_id, request, path)
         self._expect_prefix(request, path, placement.prediction.ttft_s)
         return placement
+
+    def _choose(self, request: PlaceRequest, snapshot: Snapshot) -> Choice | Shortfall:
+        """The best path of all, if it has room; else the best of those that have."""
+        choice = decide(request, snapshot, self._settings)
+        room = Room(request=request, snapshot=snapshot, settings=self._settings, limits=self._room_limits)
+        if isinstance(choice, Shortfall) or room.has_path(choice.path):
+            return choice
+        other = decide(request, room.narrowed(), self._settings)
+        # Not a way of doing it that is taken only where the pairs are broken: theirs are well, and busy.
+        if isinstance(other, Choice) and room.has_path(other.path) and other.reason not in MAKESHIFT - {choice.reason}:
+            return other
+        return Shortfall(lack=Lack.NO_ROOM, message=room.message(), ttft_s=choice.prediction.ttft_s)
 
     def _expect_prefix(self, request: PlaceRequest, path: Path, ttft_s: float) -> None:
         """The prompt's blocks will be with both workers: a burst with one new prefix is not scattered."""

@@ -46,6 +46,12 @@ class Candidate:
     """Running and waiting."""
     num_placed: int = 0
     """Placements ever made on this incarnation; breaks ties."""
+    held_blocks: int = 0
+    """Of a prefill worker: computed or under computation, for decode workers to take."""
+    num_transfers: int = 0
+    """In flight to a decode worker."""
+    is_refusing: bool = False
+    """It has refused a request for lack of room since its last report."""
     broken_pairs: frozenset[tuple[WorkerId, Incarnation]] = frozenset()
     """Prefill workers from which this decode worker takes nothing now."""
 
@@ -136,6 +142,8 @@ class Lack(StrEnum):
     """Both roles are there, but no pair has equal format hashes."""
     TOO_LONG = "too_long"
     """No worker of the model could hold the prompt even when empty: waiting cannot help."""
+    NO_ROOM = "no_room"
+    """There is a path, and it has enough to do: waiting helps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +192,8 @@ class Shortfall:
 
     lack: Lack
     message: str
+    ttft_s: float = 0.0
+    """Predicted, from the moment of placing, where there is a path."""
 
 
 def decide(request: PlaceRequest, snapshot: Snapshot, settings: PolicySettings) -> Choice | Shortfall:

@@ -1,48 +1,101 @@
-"""The room where requests wait for a worker that is not there now: bounded in number and in time.
+"""Where requests wait that cannot be placed now: one queue for each model, bounded in number and in time.
 
 ::
 
-    place --> placed                          (a path is there)
-          --> waiting --- wake, and a path is there ---------------------> placed
-                      --- forgive_s, and a path of once blamed workers --> placed
-                      --- placement_wait_s or the request's deadline ----> NoWorker, naming what is missing
-                      --- nobody knows the model any more ---------------> ModelNotFound
-                      --- the caller is gone ----------------------------> forgotten; a placement just made is released
-          --> refused at once: ContextTooLong (no worker could ever hold it), QueueFull (the room is full)
+    place --> placed                          (a path is there, it has room, and nobody waits for that room)
+          --> waiting --- wake, and it is this one's turn ----------------------> placed
+                      --- forgive_s, and a path of once blamed workers ---------> placed
+                      --- max_wait_s without room ------------------------------> Overloaded
+                      --- placement_wait_s without a path, or the deadline -----> NoWorker, naming what is missing
+                      --- another one took its place in a full queue -----------> TooManyWaiting
+                      --- nobody knows the model any more ----------------------> ModelNotFound
+                      --- the caller is gone -----------------------------------> forgotten; a placement is released
+          --> refused at once: ContextTooLong (no worker could ever hold it), TooManyWaiting or QueueFull (the queue is
+              full), Overloaded (what waits ahead would take longer than it may wait, as fast as the queue is served)
 
-Waiters are served in order of priority, then of age. ``wake`` belongs after every change of members, of their states or
-of the desired pools (load alone opens no path), ``tick`` into every sweep.
+Who is next says :mod:`router.fair_queue`. Those who lack a worker hold up nobody. One that lacks room may be overtaken
+by others that need less, ``MAX_OVERTAKEN`` times; then all wait behind it. ``wake`` belongs after every change of
+members, of their states or of the desired pools, ``wake_for_room`` after every word about their load, ``tick`` into
+every sweep.
 
 A worker that failed a request is avoided while there may be another. A small cell has no other: a worker that was only
 slow, or a broken connection, would end the request. So exclusions lapse after ``forgive_s`` of waiting; what really is
-broken fails again and spends the request's attempts.
+broken fails again and spends the request's attempts. A request that was placed before keeps its age, is not refused for
+a full queue, and what its tenant was charged is given back by the end of that placement.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 
 from core.clock import Clock
-from core.errors import ContextTooLong, NoWorker, QueueFull, ServingError
+from core.errors import ContextTooLong, NoWorker, Overloaded, QueueFull, ServingError, TooManyWaiting
+from core.priority import PriorityClass
 from core.types import Placement, PlaceRequest
+from router.drain_rate import DrainRate
+from router.fair_queue import FairQueue, Full, Ticket
 from router.policy import Lack, Reason, Shortfall
 
 REPLY_MARGIN_S = 0.25
 """The refusal must reach the gateway before the request's deadline does: a sweep and the way back."""
+MAX_OVERTAKEN = 8
+MAX_TRIES = 4
+"""So many of the first in turn that lack room are tried: the others behind them stand in line."""
+GENERATED_WEIGHT = 2.0
+"""What a generated token costs of a tenant's share, over one of a prompt."""
+
+
+class Refusal(StrEnum):
+    """Why a request was not placed; a label of the metrics, so the set is closed."""
+
+    QUEUE_FULL = "queue_full"
+    TENANT_SHARE = "tenant_share"
+    """The queue is full, and nobody has more in it than this tenant."""
+    DISPLACED = "displaced"
+    TOO_LATE = "too_late"
+    """It would have waited for longer than it may."""
+    WAITED_OUT = "waited_out"
+    NO_WORKER = "no_worker"
 
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
     request: PlaceRequest
+    ticket: Ticket
     since: float
-    until: float
     shortfall: Shortfall
+    until: float = 0.0
+    tried_at: int = 0
+    """The version of the cell for which its shortfall holds."""
+    num_overtaken: int = 0
     is_forgiving: bool = False
     result: "asyncio.Future[Placement]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     @property
-    def order(self) -> tuple[int, float]:
-        return self.request.priority, self.since - self.request.age_s
+    def lacks_room(self) -> bool:
+        return self.shortfall.lack is Lack.NO_ROOM
+
+
+class _Queue:
+    """Of one model."""
+
+    def __init__(self, max_waiting: int) -> None:
+        self.tickets = FairQueue(max_waiting)
+        self.waiters: dict[Ticket, _Waiter] = {}
+        self.rate = DrainRate()
+
+    def in_turn(self) -> Iterator[_Waiter]:
+        return (self.waiters[ticket] for ticket in self.tickets.in_turn())
+
+    def note_waiting(self, now: float) -> None:
+        """Whether somebody waits for room: only then the rate at which requests leave is what the cell can do."""
+        self.rate.waiting(self.lacking_room is not None, now)
+
+    @property
+    def lacking_room(self) -> Shortfall | None:
+        """What one of those lacks who wait for room; None when nobody does."""
+        return next((waiter.shortfall for waiter in self.waiters.values() if waiter.lacks_room), None)
 
 
 class WaitingRoom:
@@ -57,33 +110,50 @@ class WaitingRoom:
         placement_wait_s: float,
         forgive_s: float,
         max_waiting: int,
+        max_wait_s: float = 30.0,
+        projected_tokens: int = 256,
+        on_refusal: Callable[[PlaceRequest, Refusal], None] = lambda request, refusal: None,
     ) -> None:
+        """``placement_wait_s`` bounds the wait for a worker, ``max_wait_s`` that for room. ``max_waiting`` is for each
+        model."""
         self._clock = clock
         self._place_now = place_now
         self._release = release
         self._placement_wait_s = placement_wait_s
+        self._max_wait_s = max_wait_s
         self._forgive_s = forgive_s
         self._max_waiting = max_waiting
-        self._waiters: list[_Waiter] = []
+        self._projected_tokens = projected_tokens
+        self._on_refusal = on_refusal
+        self._queues: dict[str, _Queue] = {}
+        self._version = 1
 
     def __len__(self) -> int:
-        return len(self._waiters)
+        return sum(len(queue.waiters) for queue in self._queues.values())
+
+    def lengths(self) -> Iterator[tuple[str, PriorityClass, int]]:
+        """(model, class, requests that wait)."""
+        for model, queue in self._queues.items():
+            for priority_class in PriorityClass:
+                yield model, priority_class, queue.tickets.num_waiting(priority_class)
 
     async def place(self, request: PlaceRequest) -> Placement:
-        """A placement, now or later. Raises ContextTooLong, QueueFull or NoWorker."""
-        outcome = self._place_now(request)
-        if isinstance(outcome, Placement):
-            return outcome
-        if outcome.lack is Lack.TOO_LONG:
-            raise ContextTooLong(outcome.message)
-        if len(self._waiters) >= self._max_waiting:
-            raise QueueFull(f"{outcome.message}, and {len(self._waiters)} requests wait already; try again later")
-        now = self._clock.now()
-        wait_s = min(self._placement_wait_s, max(0.0, request.deadline_s - REPLY_MARGIN_S))
-        waiter = _Waiter(request=request, since=now, until=now + wait_s, shortfall=outcome)
-        self._waiters.append(waiter)
-        self._waiters.sort(key=lambda w: w.order)
+        """A placement, now or later. Raises ContextTooLong, TooManyWaiting, QueueFull, Overloaded or NoWorker."""
+        known = self._queues.get(request.model)
+        lacking = known.lacking_room if known is not None else None
+        if lacking is None:
+            outcome = self._place_now(request)
+            if isinstance(outcome, Placement):
+                self._charge(request)
+                return outcome
+            if outcome.lack is Lack.TOO_LONG:
+                raise ContextTooLong(outcome.message)
+            lacking = outcome
+        queue = self._queues.setdefault(request.model, _Queue(self._max_waiting))
+        waiter = self._enter(queue, request, lacking, is_tried=known is None or known.lacking_room is None)
         try:
+            if waiter.tried_at != self._version:
+                self._serve(queue, has_changed=False)
             return await waiter.result
         except asyncio.CancelledError:
             if waiter.result.done() and not waiter.result.cancelled() and waiter.result.exception() is None:
@@ -93,24 +163,140 @@ class WaitingRoom:
             self._discard(waiter)
 
     def wake(self) -> None:
-        """Place every waiter for whom there is a path now."""
-        for waiter in list(self._waiters):
-            self._try(waiter)
+        """Workers came, went or changed their state: whoever may go, goes."""
+        self._version += 1
+        for queue in self._queues.values():
+            self._serve(queue, has_changed=True)
+
+    def wake_for_room(self) -> None:
+        """There may be room where there was none."""
+        self._version += 1
+        for queue in self._queues.values():
+            if queue.waiters:
+                self._serve(queue, has_changed=False)
 
     def tick(self) -> None:
         """Forgive those who waited for long, and refuse every waiter whose time is over."""
         now = self._clock.now()
-        for waiter in list(self._waiters):
+        for waiter in [waiter for queue in self._queues.values() for waiter in queue.waiters.values()]:
             if not waiter.is_forgiving and waiter.request.excluded_workers and now >= waiter.since + self._forgive_s:
                 waiter.is_forgiving = True
                 self._try(waiter)
-            if now >= waiter.until and not waiter.result.done():
-                waited = f"none came within {now - waiter.since:.1f} s"
-                self._settle(waiter, NoWorker(f"{waiter.shortfall.message}; {waited}"))
+            if not waiter.result.done() and now >= waiter.until:
+                self._refuse_late(waiter, now - waiter.since)
+
+    def correct(self, request_of: tuple[str, str, int], cost: float) -> None:
+        """(model, tenant, priority) was charged ``cost`` too little (too much, if it is negative)."""
+        model, tenant, priority = request_of
+        if model in self._queues:
+            self._queues[model].tickets.charge(tenant, priority, cost)
+
+    def cost_of(self, request: PlaceRequest) -> float:
+        """What a placement is charged beforehand."""
+        num_projected = min(request.max_new_tokens, self._projected_tokens)
+        return request.num_prompt_tokens + GENERATED_WEIGHT * num_projected
+
+    # -- coming -------------------------------------------------------------------------------------------------------
+
+    def _charge(self, request: PlaceRequest) -> None:
+        queue = self._queues.setdefault(request.model, _Queue(self._max_waiting))
+        cost = self.cost_of(request)
+        queue.tickets.charge(request.tenant, request.priority, cost)
+        queue.rate.note(cost, self._clock.now())
+
+    def _enter(self, queue: _Queue, request: PlaceRequest, lacking: Shortfall, *, is_tried: bool) -> _Waiter:
+        now = self._clock.now()
+        ticket = Ticket(
+            tenant=request.tenant,
+            priority=request.priority,
+            since=now - request.age_s,
+            cost=self.cost_of(request),
+            was_served=request.attempt > 1,
+        )
+        waiter = _Waiter(request=request, ticket=ticket, since=now, shortfall=lacking)
+        self._set_until(waiter)
+        if lacking.lack is Lack.NO_ROOM and not ticket.was_served:
+            self._check_wait(queue, waiter, now)
+        try:
+            displaced = queue.tickets.enter(ticket)
+        except Full as full:
+            raise self._full(queue, waiter, full, now) from None
+        if displaced is not None:
+            self._refuse_displaced(queue, queue.waiters[displaced], by=ticket)
+        waiter.tried_at = self._version if is_tried else 0
+        queue.waiters[ticket] = waiter
+        queue.note_waiting(now)
+        return waiter
+
+    def _set_until(self, waiter: _Waiter) -> None:
+        """A request that was placed before may wait for room as long as for a worker: its answer has begun."""
+        is_short = waiter.lacks_room and not waiter.ticket.was_served
+        limit_s = self._max_wait_s if is_short else self._placement_wait_s
+        waiter.until = waiter.since + min(limit_s, max(0.0, waiter.request.deadline_s - REPLY_MARGIN_S))
+
+    def _check_wait(self, queue: _Queue, waiter: _Waiter, now: float) -> None:
+        """Raises Overloaded for a request that could only wait for its refusal."""
+        rate, request = queue.rate.per_s(now), waiter.request
+        if not rate:
+            return
+        work = queue.tickets.work_ahead(request.tenant, request.priority)
+        wait_s, may_wait_s = work / rate, waiter.until - now
+        may_last_s = max(0.0, request.deadline_s - REPLY_MARGIN_S)
+        if wait_s <= may_wait_s and wait_s + waiter.shortfall.ttft_s <= may_last_s:
+            return
+        self._on_refusal(request, Refusal.TOO_LATE)
+        limit = f"it may wait {may_wait_s:.1f} s"
+        if wait_s <= may_wait_s:
+            limit = f"with {waiter.shortfall.ttft_s:.1f} s to its first token it would miss its deadline"
+        raise Overloaded(
+            f"{waiter.shortfall.message}; it would wait {wait_s:.1f} s ({work:.0f} tokens are ahead, {rate:.0f} a "
+            f"second are served), and {limit}",
+            retry_after_s=max(wait_s - may_wait_s, wait_s + waiter.shortfall.ttft_s - may_last_s, 1.0),
+        )
+
+    def _full(self, queue: _Queue, waiter: _Waiter, full: Full, now: float) -> ServingError:
+        lacks_room = waiter.lacks_room
+        message = f"{waiter.shortfall.message}, and {len(queue.waiters)} requests wait already"
+        self._on_refusal(waiter.request, Refusal.TENANT_SHARE if full.is_tenants_doing else Refusal.QUEUE_FULL)
+        if full.is_tenants_doing:
+            message += ", none of another tenant more than of this one"
+        kind = TooManyWaiting if lacks_room else QueueFull
+        return kind(f"{message}; try again later", retry_after_s=self._time_to_shrink(queue, now))
+
+    def _time_to_shrink(self, queue: _Queue, now: float) -> float | None:
+        """Until half of what waits is served, as fast as it is served now."""
+        rate = queue.rate.per_s(now)
+        return sum(ticket.cost for ticket in queue.waiters) / 2 / rate if rate else None
+
+    # -- going --------------------------------------------------------------------------------------------------------
+
+    def _serve(self, queue: _Queue, *, has_changed: bool) -> None:
+        """Place whoever may go now, the next one first. ``has_changed``: so may those who lacked a worker."""
+        while self._serve_one(queue, has_changed=has_changed):
+            pass
+
+    def _serve_one(self, queue: _Queue, *, has_changed: bool) -> bool:
+        blocked: list[_Waiter] = []
+        for waiter in list(queue.in_turn()):
+            if waiter.result.done():
+                continue  # the caller left; its coroutine has not run yet
+            if waiter.tried_at != self._version and (waiter.lacks_room or has_changed):
+                self._try(waiter)
+                if waiter.result.done():
+                    for each in blocked:
+                        each.num_overtaken += 1
+                    return True
+            if waiter.lacks_room:
+                blocked.append(waiter)
+                if len(blocked) >= MAX_TRIES or waiter.num_overtaken >= MAX_OVERTAKEN:
+                    return False
+        return False
 
     def _try(self, waiter: _Waiter) -> None:
+        """Settles it if it can be placed, or never will be."""
         if waiter.result.done():
-            return  # the caller left; its coroutine has not run yet
+            return
+        waiter.tried_at = self._version
         waited_s = self._clock.now() - waiter.since
         request = replace(
             waiter.request,
@@ -130,16 +316,50 @@ class WaitingRoom:
             self._settle(waiter, replace(outcome, queue_s=waited_s, reason=reason))
             return
         waiter.shortfall = outcome
+        self._set_until(waiter)
         if outcome.lack is Lack.TOO_LONG:
             self._settle(waiter, ContextTooLong(outcome.message))
 
+    def _refuse_late(self, waiter: _Waiter, waited_s: float) -> None:
+        if not waiter.lacks_room:
+            self._on_refusal(waiter.request, Refusal.NO_WORKER)
+            self._settle(waiter, NoWorker(f"{waiter.shortfall.message}; none came within {waited_s:.1f} s"))
+            return
+        self._on_refusal(waiter.request, Refusal.WAITED_OUT)
+        queue = self._queues[waiter.request.model]
+        retry_after_s = self._time_to_shrink(queue, self._clock.now())
+        message = f"{waiter.shortfall.message}; it has waited {waited_s:.1f} s"
+        self._settle(waiter, Overloaded(message, retry_after_s=retry_after_s))
+
+    def _refuse_displaced(self, queue: _Queue, waiter: _Waiter, *, by: Ticket) -> None:
+        self._on_refusal(waiter.request, Refusal.DISPLACED)
+        of_higher = by.priority_class is not waiter.ticket.priority_class
+        whose = "of a higher priority class" if of_higher else "of a tenant with fewer of them"
+        error = TooManyWaiting(
+            f"{waiter.shortfall.message}, {len(queue.waiters)} requests wait, and one {whose} has taken the place",
+            retry_after_s=self._time_to_shrink(queue, self._clock.now()),
+        )
+        self._settle(waiter, error)
+
     def _settle(self, waiter: _Waiter, outcome: Placement | ServingError) -> None:
+        if isinstance(outcome, Placement):
+            self._note_served(waiter)
         self._discard(waiter)
         if isinstance(outcome, Placement):
             waiter.result.set_result(outcome)
         else:
             waiter.result.set_exception(outcome)
 
+    def _note_served(self, waiter: _Waiter) -> None:
+        queue = self._queues[waiter.request.model]
+        del queue.waiters[waiter.ticket]
+        queue.tickets.serve(waiter.ticket)
+        queue.rate.note(waiter.ticket.cost, self._clock.now())
+        queue.note_waiting(self._clock.now())
+
     def _discard(self, waiter: _Waiter) -> None:
-        if waiter in self._waiters:
-            self._waiters.remove(waiter)
+        queue = self._queues[waiter.request.model]
+        if queue.waiters.pop(waiter.ticket, None) is not None:
+            if waiter.ticket in queue.tickets:  # not if it was displaced
+                queue.tickets.leave(waiter.ticket)
+            queue.note_waiting(self._clock.now())

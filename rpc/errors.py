@@ -25,7 +25,7 @@ from core.errors import (
 log = logging.getLogger(__name__)
 
 METADATA_KEY = "baton-error-bin"
-"""Trailing metadata: JSON bytes with slug, message, param, code, worker_id."""
+"""Trailing metadata: JSON bytes with slug, message, param, code, worker_id, retry_after_s."""
 _STATUS_OF = {status.value[0]: status for status in grpc.StatusCode}
 OK, CANCELLED, UNKNOWN, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, INTERNAL, UNAVAILABLE = 0, 1, 2, 4, 8, 13, 14
 """Statuses as they cross the wire."""
@@ -39,6 +39,7 @@ def to_metadata(error: ServingError) -> tuple[tuple[str, bytes], ...]:
         "param": error.param,
         "code": error.code,
         "worker_id": error.worker_id,
+        "retry_after_s": error.retry_after_s,
     }
     return ((METADATA_KEY, json.dumps(content).encode()),)
 
@@ -54,6 +55,7 @@ def from_status(code: int, message: str, encoded: bytes | None, *, worker_id: st
             param=content["param"],
             code=content["code"],
             worker_id=content["worker_id"] or worker_id,
+            retry_after_s=content.get("retry_after_s"),
         )
     status = _STATUS_OF.get(code, grpc.StatusCode.UNKNOWN)
     if status == grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -5,11 +5,11 @@ import hmac
 import re
 import secrets
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
+from core.priority import PriorityClass as PriorityClass
 from gateway.schemas import Body
 
 KEY_PREFIX = "sk-baton-"
@@ -21,22 +21,6 @@ PLAIN_TEXT = r"^[^\x00-\x1f\x7f]*$"
 KEY_ID = re.compile(r"[0-9a-f]{12}")
 INT63 = 2**63 - 1
 
-
-class PriorityClass(StrEnum):
-    """Who is served first when there is not room for all. The classes never mix, whatever priority a request asks
-    for."""
-
-    HIGH = "high"
-    NORMAL = "normal"
-    LOW = "low"
-
-    def rank(self, asked: int) -> int:
-        """The priority of a request (lower is first, 32 bits) that asks for `asked` within its class."""
-        return _BASE[self] + min(max(asked, -_HALF_CLASS), _HALF_CLASS - 1)
-
-
-_HALF_CLASS = 1 << 28
-_BASE = {PriorityClass.HIGH: -(1 << 30), PriorityClass.NORMAL: 0, PriorityClass.LOW: 1 << 30}
 
 Amount = Annotated[int, Field(ge=1, le=INT63)]
 ModelName = Annotated[str, Field(min_length=1, max_length=200, pattern=PLAIN_TEXT)]

@@ -155,18 +155,20 @@ class Placement(_message.Message):
     def __init__(self, placement_id: _Optional[str] = ..., handoff_id: _Optional[str] = ..., mode: _Optional[_Union[_common_pb2.Mode, str]] = ..., decode: _Optional[_Union[_common_pb2.WorkerAddress, _Mapping]] = ..., prefill: _Optional[_Union[_common_pb2.WorkerAddress, _Mapping]] = ..., prediction: _Optional[_Union[Prediction, _Mapping]] = ..., runner_up: _Optional[str] = ..., reason: _Optional[str] = ..., ticket: _Optional[bytes] = ..., queue_s: _Optional[float] = ..., is_held: _Optional[bool] = ..., runner_up_prediction: _Optional[_Union[Prediction, _Mapping]] = ...) -> None: ...
 
 class PlacementEnd(_message.Message):
-    __slots__ = ("placement_id", "request_id", "attempt", "outcome", "blamed_worker")
+    __slots__ = ("placement_id", "request_id", "attempt", "outcome", "blamed_worker", "num_generated")
     PLACEMENT_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     BLAMED_WORKER_FIELD_NUMBER: _ClassVar[int]
+    NUM_GENERATED_FIELD_NUMBER: _ClassVar[int]
     placement_id: str
     request_id: str
     attempt: int
     outcome: str
     blamed_worker: str
-    def __init__(self, placement_id: _Optional[str] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., outcome: _Optional[str] = ..., blamed_worker: _Optional[str] = ...) -> None: ...
+    num_generated: int
+    def __init__(self, placement_id: _Optional[str] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., outcome: _Optional[str] = ..., blamed_worker: _Optional[str] = ..., num_generated: _Optional[int] = ...) -> None: ...
 
 class ModelRecord(_message.Message):
     __slots__ = ("name", "format_hash", "block_size", "max_context", "vocab_size", "execution")

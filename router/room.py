@@ -1,0 +1,98 @@
+"""Whether a worker has room for one more request now, or the request had better wait at the router.
+
+Beyond this point work queues up inside workers, where nobody weighs tenants and classes any more, and where what was
+computed waits for somebody to take it. So a prefill worker is given no more than ``prefill_backlog_s`` of prompts
+ahead, and nothing while decode workers do not take what it holds; and a decode worker nothing that its KV blocks or its
+batch have no place for: prefill is held back when decode is the bottleneck. An empty worker always has room. Pure.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from core.types import PlaceRequest, Role
+from router.costs import Costs
+from router.policy import Candidate, Path, PolicySettings, Snapshot, is_usable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoomLimits:
+    prefill_backlog_s: float = 1.0
+    decode_backlog: float = 0.25
+    """Requests beyond a decode worker's batch, as a share of it: their prompts are computed meanwhile."""
+    held_fraction: float = 0.9
+    """Quota of a prefill worker for KV that waits to be taken."""
+    max_transfers: int = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """The question for one request."""
+
+    request: PlaceRequest
+    snapshot: Snapshot
+    settings: PolicySettings
+    limits: RoomLimits
+
+    def has_path(self, path: Path) -> bool:
+        """Whether every worker of the path has room for its part. What is held already needs none where it is."""
+        if path.prefill is None:
+            return not self.lacks(path.decode, reads=True)
+        return not self.lacks(path.decode) and (path.is_held or not self.lacks(path.prefill))
+
+    def narrowed(self) -> Snapshot:
+        """The snapshot of those who have room (and of whoever holds what is asked for)."""
+        held = self.request.held
+        is_local = self.settings.mode == "local" or (self.request.model, Role.PREFILL) not in self.snapshot.pools
+        roomy = tuple(
+            each
+            for each in self.snapshot.candidates
+            if each.model == self.request.model
+            and ((held is not None and each.address == held.holder) or not self.lacks(each, reads=is_local))
+        )
+        return replace(self.snapshot, candidates=roomy)
+
+    def message(self) -> str:
+        """Which workers lack what."""
+        whole = {c.address.worker_id: self.lacks(c) for c in self.snapshot.candidates if is_usable(c, self.request)}
+        parts = [f"{name} {lack}" for name, lack in whole.items() if lack]
+        more = f" and {len(parts) - 3} more" if len(parts) > 3 else ""
+        return f"model {self.request.model!r} has no room now: {'; '.join(parts[:3])}{more}"
+
+    def lacks(self, worker: Candidate, *, reads: bool = False) -> str:
+        """What a worker has too much of already; empty where it has room. ``reads``: it is to compute the prompt."""
+        if worker.num_requests == 0 and worker.used_blocks == 0 and not worker.is_refusing:
+            return ""
+        return next(self._lacks(worker, reads=reads), "")
+
+    def _lacks(self, worker: Candidate, *, reads: bool) -> Iterator[str]:
+        limits, num_tokens = self.limits, self.request.num_prompt_tokens
+        if worker.is_refusing:
+            yield "has just refused a request"
+        if worker.role is Role.PREFILL or worker.role is Role.UNIFIED or reads:
+            backlog_s = prefill_backlog_s(worker, self.snapshot.costs)
+            if backlog_s > limits.prefill_backlog_s:
+                yield f"has {backlog_s:.1f} s of prompts to read ({limits.prefill_backlog_s:g} s may wait there)"
+        if worker.role is Role.PREFILL:
+            quota = int(limits.held_fraction * worker.num_blocks)
+            if worker.num_requests > 1 and worker.held_blocks + worker.blocks_for(num_tokens) > quota:
+                yield f"holds {worker.held_blocks} of {quota} blocks for decode workers"
+            return
+        projected = num_tokens + min(self.request.max_new_tokens, self.settings.projected_tokens)
+        needed = min(worker.blocks_for(projected), worker.num_blocks)
+        if worker.used_blocks + needed > worker.num_blocks:
+            yield f"has {worker.num_blocks - worker.used_blocks} free KV blocks of {worker.num_blocks}"
+        most = worker.max_sequences + int(limits.decode_backlog * worker.max_sequences)
+        if worker.num_requests >= most:
+            yield f"has {worker.num_requests} requests ({worker.max_sequences} run at once)"
+        if worker.num_transfers >= limits.max_transfers:
+            yield f"has {worker.num_transfers} transfers in flight"
+
+
+def prefill_backlog_s(worker: Candidate, costs: Costs) -> float:
+    """Seconds of prompts that a worker has to read already; 0 while nothing was measured."""
+    num_tokens = worker.queued_prompt_tokens
+    if not num_tokens or worker.model not in costs.measured:
+        return 0.0
+    law = costs.of(worker.address)
+    num_steps = -(-num_tokens // min(law.max_step_tokens, worker.max_step_tokens))
+    return num_steps * law.fixed_s + law.prompt_s(num_tokens, 0)
