@@ -20,12 +20,12 @@ from types import TracebackType
 from typing import Self
 
 from core.errors import LayoutMismatch, PeerLost, ServingError, StaleLease, TransferError
-from core.handoff import DigestKind, Grant, HandoffOutcome, LeaseRef, Ready
+from core.handoff import Grant, HandoffOutcome, LeaseRef, Ready
 from core.spans import NO_SPAN, Span
 from core.tasks import TaskScope
 from engine.block_pool import Reservation
 from kvtransfer.backends.base import Link
-from kvtransfer.fetch import FetchRequest, FetchResult, Transfer, outcome_of
+from kvtransfer.fetch import Addition, FetchRequest, FetchResult, Transfer, outcome_of
 from kvtransfer.transfer_thread import TransferThread
 from kvtransfer.validate import check_read
 from worker.context import WorkerContext
@@ -159,12 +159,13 @@ class Reading:
         if is_last:
             transfer.granted()
         size = max(1, PART_BYTES // self._context.geometry.block_bytes)
-        for start in range(0, max(len(fresh), 1), size):
-            part = slice(start, start + size)
-            arrived = transfer.more(remote[part], local[part], is_last=is_last and start + size >= len(fresh))
-            if fresh and self._context.digester.kind is not DigestKind.OFF:
-                digesting = self._digest(fresh[part], local[part], asyncio.wrap_future(arrived))
-                self._digesting.append(self._scope.spawn(digesting, name=f"digest-{fresh[start]}"))
+        parts = [slice(start, start + size) for start in range(0, len(fresh), size)]
+        made = transfer.more(
+            [Addition(remote[part], local[part]) for part in parts], then=self._context.digester.digest, is_last=is_last
+        )
+        for part, one in zip(parts, made, strict=True):
+            keeping = self._keep_digests(fresh[part], asyncio.wrap_future(one))
+            self._digesting.append(self._scope.spawn(keeping, name=f"digests-{fresh[part.start]}"))
 
     def _begin(self, lease: LeaseRef, slot: int) -> Transfer:
         return self._transfers.fetch(
@@ -180,11 +181,11 @@ class Reading:
             ),
         )
 
-    async def _digest(self, indices: Sequence[int], local: Sequence[int], arrived: "asyncio.Future[bool]") -> None:
-        """Once blocks have arrived, no operation writes to them any more."""
-        if not await arrived:
+    async def _keep_digests(self, indices: Sequence[int], digesting: "asyncio.Future[bytes | None]") -> None:
+        """They are made once blocks have arrived: no operation writes to them any more then."""
+        made = await digesting
+        if made is None:
             return
-        made = await asyncio.to_thread(self._context.digester.digest, local)
         size = len(made) // len(indices)
         self._digests.update((index, made[i * size : (i + 1) * size]) for i, index in enumerate(indices))
         await self._context.failpoints.reach("decode.digested")

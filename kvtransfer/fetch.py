@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from core.errors import (
     BackendFailed,
@@ -19,8 +19,8 @@ from core.errors import (
 from core.handoff import HandoffOutcome, LeaseRef, TransferMode
 
 T = TypeVar("T")
-AddBlocks = Callable[[Sequence[int], Sequence[int], bool], "Future[bool]"]
-"""Remote blocks, local blocks, whether they are the last."""
+Then = Callable[[Sequence[int]], bytes]
+"""What is made of local blocks once they have arrived: their digests."""
 
 _ERRORS: dict[HandoffOutcome, type[ServingError]] = {
     HandoffOutcome.STALE_LEASE: StaleLease,
@@ -32,6 +32,17 @@ _ERRORS: dict[HandoffOutcome, type[ServingError]] = {
     HandoffOutcome.NO_CAPACITY: OutOfBlocks,
     HandoffOutcome.BACKEND_FAILED: BackendFailed,
 }
+
+
+class Addition(NamedTuple):
+    """Blocks that are added to an open fetch; both lists begin with the same token."""
+
+    remote_blocks: Sequence[int]
+    local_blocks: Sequence[int]
+
+
+AddBlocks = Callable[[Sequence[Addition], bool, Then], "list[Future[bytes | None]]"]
+"""See :meth:`Transfer.more`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,16 +146,16 @@ class Transfer:
         if self._granted is not None:
             self._granted()
 
-    def more(
-        self, remote_blocks: Sequence[int], local_blocks: Sequence[int], *, is_last: bool = False
-    ) -> "Future[bool]":
-        """Add blocks to an open fetch (any thread), both lists from the same token on; the local ones are in custody
-        when this returns. The future is True once they have arrived, False when the fetch ended before.
+    def more(self, parts: Sequence[Addition], *, then: Then, is_last: bool = False) -> "list[Future[bytes | None]]":
+        """Add blocks to an open fetch (any thread), which move part by part; the local ones are in custody when this
+        returns. ``is_last``: nothing follows these, which may be nothing either.
 
-        Raises LayoutMismatch for block ids outside the geometries; then nothing has changed.
+        Of each part: what ``then`` made of its local blocks, on a thread beside the transfers, as soon as they had
+        arrived; None when the fetch ended before. Raises LayoutMismatch for block ids outside the geometries; then
+        nothing has changed.
         """
         assert self._more is not None, "the fetch was not begun"
-        return self._more(remote_blocks, local_blocks, is_last)
+        return self._more(parts, is_last, then)
 
     def abandon(self) -> None:
         """Nobody wants the result (any thread, idempotent). ``result`` ends soon, ``quiet`` when it is true."""

@@ -12,13 +12,14 @@ of 2,000 blocks is planned in a fraction of a millisecond.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from core.errors import LayoutMismatch
-from core.kv import KVGeometry
+from core.kv import KVGeometry, KVStrides
 from kvtransfer.copies import Copies, cut, merge
 from kvtransfer.copies import Copy as Copy
 from kvtransfer.layout import check_geometry
@@ -83,24 +84,21 @@ def plan_blocks(
     one copy. Raises LayoutMismatch for geometries that do not fit and for block ids outside them (they come from a
     peer), ValueError when a target block is named twice or one list has a whole block more than the other.
     """
-    check_geometry(target.geometry, source.geometry)
+    fit = _fit(source.geometry, target.geometry, num_kv_heads)
     source_ids, target_ids = _ids(source, "remote"), _ids(target, "local")
     if len(set(target.block_ids)) != len(target_ids):
         raise ValueError("a local block would be written twice")
     largest = max(source.geometry.block_size, target.geometry.block_size)
     if max(abs(source.first_token - target.first_token), abs(source.end_token - target.end_token)) >= largest:
         raise ValueError(f"{len(source_ids)} remote blocks for {len(target_ids)} local blocks")
-    box = shared_box(source.geometry, target.geometry, num_kv_heads)
     first = max(first_token, source.first_token, target.first_token)
     end = min(source.end_token, target.end_token)
     if end_token is not None:
         end = min(end, end_token)
-    if box.is_empty or end <= first:
+    if fit.box.is_empty or end <= first:
         return NOTHING
-    from_corner = _corner(source.geometry, box, num_kv_heads)
-    to_corner = _corner(target.geometry, box, num_kv_heads)
     runs, num_blocks, unit_bytes = _runs(
-        _Side(source, source_ids, from_corner), _Side(target, target_ids, to_corner), box, first, end
+        _Side(source, source_ids, fit.source), _Side(target, target_ids, fit.target), fit.box, first, end
     )
     num_bytes, num_runs = int(runs[:, 2].sum()), len(runs)
     chunks = cut(runs, max_chunk_bytes=max_chunk_bytes, unit_bytes=unit_bytes)
@@ -126,11 +124,34 @@ def needs_gather(source: KVGeometry, target: KVGeometry, num_kv_heads: int) -> b
     return plan_blocks(*sides, num_kv_heads=num_kv_heads).needs_gather
 
 
+class _Place(NamedTuple):
+    """Where the box lies in one memory."""
+
+    strides: KVStrides
+    corner: int
+    """Of the box within a block."""
+
+
+class _Fit(NamedTuple):
+    """What is true of two geometries, whatever the blocks."""
+
+    box: Box
+    source: _Place
+    target: _Place
+
+
+@lru_cache(maxsize=64)
+def _fit(source: KVGeometry, target: KVGeometry, num_kv_heads: int) -> _Fit:
+    check_geometry(target, source)
+    box = shared_box(source, target, num_kv_heads)
+    source_place, target_place = (_Place(side.strides, _corner(side, box, num_kv_heads)) for side in (source, target))
+    return _Fit(box, source_place, target_place)
+
+
 class _Side(NamedTuple):
     blocks: Blocks
     ids: _Int
-    corner: int
-    """Where the box begins within a block."""
+    place: _Place
 
     @property
     def geometry(self) -> KVGeometry:
@@ -138,9 +159,9 @@ class _Side(NamedTuple):
 
     def offsets(self, tokens: _Int) -> _Int:
         """Where the box begins at each of ``tokens``."""
-        strides = self.geometry.strides
+        strides, corner = self.place
         places, slots = np.divmod(tokens - self.blocks.first_token, self.geometry.block_size)
-        offsets: _Int = self.ids[places] * strides.block + (slots * strides.slot + self.corner)
+        offsets: _Int = self.ids[places] * strides.block + (slots * strides.slot + corner)
         return offsets
 
 
@@ -176,6 +197,7 @@ class _Inner(NamedTuple):
     """Of each, from the start of the piece."""
 
 
+@lru_cache(maxsize=256)
 def _inner(source: KVGeometry, target: KVGeometry, box: Box, num_slots: int) -> _Inner:
     """Grow a range from one element outwards, by whatever dimension continues it on both sides; list the rest."""
     s, t, run = source.strides._asdict(), target.strides._asdict(), source.dtype_bytes
@@ -189,6 +211,8 @@ def _inner(source: KVGeometry, target: KVGeometry, box: Box, num_slots: int) -> 
         steps = np.arange(rest[name], dtype=np.int64)
         from_offsets = (from_offsets[:, None] + steps * s[name]).reshape(-1)
         to_offsets = (to_offsets[:, None] + steps * t[name]).reshape(-1)
+    for offsets in (from_offsets, to_offsets):
+        offsets.setflags(write=False)  # they are cached
     return _Inner(run, from_offsets, to_offsets)
 
 

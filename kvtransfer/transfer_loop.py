@@ -19,7 +19,7 @@ from kvtransfer.backends.base import Backend, Batch, Link, Op, OpState
 from kvtransfer.choice import PairReport
 from kvtransfer.copies import Copy
 from kvtransfer.custody import Custody
-from kvtransfer.fetch import FetchRequest, Transfer
+from kvtransfer.fetch import Addition, FetchRequest, Transfer
 from kvtransfer.handshake import Handshakes
 from kvtransfer.memory import CELL_BYTES, REGION_KV, REGION_SCRATCH, REGION_SLOTS, Scratch
 from kvtransfer.pairs import Pairs
@@ -141,14 +141,14 @@ class TransferLoop:
     def fetch(self, work: Work) -> None:
         self._waiting.append(work)
 
-    def plan_more(self, work: Work, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> Plan | None:
-        """Plan an addition and take its blocks into custody; None when the fetch is quiet already. From any thread.
-        Both lists begin with the same token.
+    def plan_more(self, work: Work, parts: Sequence[Addition]) -> list[Plan] | None:
+        """Plan additions and take their blocks into custody; None when the fetch is quiet already. From any thread.
 
         Raises LayoutMismatch like :meth:`begin`.
         """
-        plan = self._plan(work.link, (0, remote_blocks), (0, local_blocks))
-        return plan if self._custody.extend(work.transfer.transfer_id, local_blocks) else None
+        plans = [self._plan(work.link, (0, part.remote_blocks), (0, part.local_blocks)) for part in parts]
+        local_blocks = [block for part in parts for block in part.local_blocks]
+        return plans if self._custody.extend(work.transfer.transfer_id, local_blocks) else None
 
     def _plan(self, link: Link, remote: tuple[int, Sequence[int]], local: tuple[int, Sequence[int]]) -> Plan:
         """Of blocks on both sides, each from a place within the sequence on."""
@@ -159,18 +159,20 @@ class TransferLoop:
             num_kv_heads=peer.format.num_kv_heads,
         )
 
-    def more(self, work: Work, plan: Plan, arrived: "Future[bool]", *, is_last: bool) -> None:
-        """Add to an open fetch. ``arrived`` is resolved as :attr:`Part.arrived`."""
+    def more(self, work: Work, parts: "Sequence[tuple[Plan, Future[bool]]]", *, is_last: bool) -> None:
+        """Add to an open fetch. The futures are resolved as :attr:`Part.arrived`."""
         if work.session.outcome is not None:
-            arrived.set_result(False)
+            for _, arrived in parts:
+                arrived.set_result(False)
             return
-        part = work.extend(plan)
-        part.arrived = arrived
-        if not part.num_left:
-            arrived.set_result(True)
+        for plan, arrived in parts:
+            part = work.extend(plan)
+            part.arrived = arrived
+            if not part.num_left:
+                arrived.set_result(True)
         if is_last:
             self.granted(work)
-        self._handle(work, More(len(plan.chunks), is_last))
+        self._handle(work, More(sum(len(plan.chunks) for plan, _ in parts), is_last))
 
     def granted(self, work: Work) -> None:
         """All that there is to read is known now: what happens from here on is waited for. The first time counts."""
@@ -213,7 +215,7 @@ class TransferLoop:
         """Start what can start, observe every operation once, then judge time. True if anything moved."""
         moved = self._handshakes.turn() | self._start_waiting()
         for work in self._active:
-            moved |= self._observe(work)
+            moved |= self._observe(work) | self._post_next(work)
         for work in [*self._active, *self._waiting]:
             self._handle(work, Tick(work.link.progress_at))
         self._abort_stuck_links()
@@ -297,7 +299,7 @@ class TransferLoop:
         for effect in effects:
             match effect:
                 case Post(key):
-                    self._post(work, key)
+                    work.to_post.append(key)
                 case Finish():
                     finish = effect
                 case Quiet():
@@ -306,11 +308,24 @@ class TransferLoop:
             self._scratch.free(work.cell)
             work.cell = None
         self._conclude(work.transfer, work, finished=finish is not None, quiet=quiet, now=now)
+        self._post_next(work)
 
-    def _post(self, work: Work, key: int) -> None:
+    def _post_next(self, work: Work) -> bool:
+        """Post what is to be posted. Where posting is the copy, one at a time: that it has arrived is told before the
+        next is begun, and commands and others have their turn. True if anything was posted."""
+        posted = False
+        while work.to_post and not work.session.phase.is_final:
+            op = self._post(work, work.to_post.popleft())
+            posted = True
+            if op is not None and op.status.state is not OpState.PENDING:
+                break
+        return posted
+
+    def _post(self, work: Work, key: int) -> Op | None:
+        """None: it failed before it was posted."""
         if work.session.phase is Phase.DRAINING:
             self._handle(work, Failed(key, HandoffOutcome.ABORTED, "never posted"))
-            return
+            return None
         if key == SLOT_READ:
             assert work.cell is not None
             copy = Copy(work.slot * CELL_BYTES, work.cell * CELL_BYTES, CELL_BYTES)
@@ -328,10 +343,11 @@ class TransferLoop:
             op = self._handshakes.backend_of(work.link).post(work.link, batch)
         except LayoutMismatch as error:
             self._handle(work, Failed(key, HandoffOutcome.INCOMPATIBLE, error.message))
-            return
+            return None
         op.posted_at, op.post_s = began, time.perf_counter() - began
         work.ops[key] = op
         work.post_s += op.post_s
+        return op
 
     # -- endings ------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ The thread closes the backends however it ends, so every future resolves.
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
 
 from core.clock import Clock
@@ -22,7 +22,7 @@ from core.kv import KVGeometry
 from kvtransfer.backends.base import Backend, Link
 from kvtransfer.choice import PairReport
 from kvtransfer.custody import Custody, CustodyEnd, CustodyStats
-from kvtransfer.fetch import FetchRequest, Transfer, pinned_future
+from kvtransfer.fetch import Addition, FetchRequest, Then, Transfer, pinned_future
 from kvtransfer.memory import Scratch
 from kvtransfer.pairs import Pairs
 from kvtransfer.probe import NUM_GLANCES
@@ -54,10 +54,13 @@ class TransferThread:
         num_glances: int = NUM_GLANCES,
         pairs: Pairs | None = None,
         on_death: Callable[[], object] | None = None,
+        beside: Executor | None = None,
     ) -> None:
         """``fallback`` is for pairs that cannot use ``backend``. ``geometry`` is that of our region ``kv``; ``scratch``
         and ``landing`` were registered with both. ``num_glances`` 0 leaves all polling to
-        the turns. ``pairs`` is told what was moved. ``on_death`` is called on the thread when it ends by an error."""
+        the turns. ``pairs`` is told what was moved. ``on_death`` is called on the thread when it ends by an error.
+        ``beside`` runs what is to be made of blocks that have arrived (one thread, if it is not given); it ends with
+        this."""
         self._custody = custody
         self._clock = clock
         self._loop = TransferLoop(
@@ -74,6 +77,7 @@ class TransferThread:
             pairs=pairs,
         )
         self._on_death = on_death
+        self._beside = beside or ThreadPoolExecutor(1, thread_name_prefix=f"{name}-beside")
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._accepting = True
@@ -146,14 +150,24 @@ class TransferThread:
             raise BackendFailed("the transfer thread has stopped")
         return transfer
 
-    def _more(
-        self, work: Work, remote_blocks: Sequence[int], local_blocks: Sequence[int], is_last: bool
-    ) -> Future[bool]:
-        arrived: Future[bool] = pinned_future()
-        plan = self._loop.plan_more(work, remote_blocks, local_blocks)
-        if plan is None or not self._submit(partial(self._loop.more, work, plan, arrived, is_last=is_last)):
-            arrived.set_result(False)
-        return arrived
+    def _more(self, work: Work, parts: Sequence[Addition], is_last: bool, then: Then) -> list[Future[bytes | None]]:
+        plans = self._loop.plan_more(work, parts)
+        made: list[Future[bytes | None]] = [pinned_future() for _ in parts]
+        arrivals: list[Future[bool]] = [pinned_future() for _ in parts]
+        for part, arrived, one in zip(parts, arrivals, made, strict=True):
+            arrived.add_done_callback(partial(self._after_arrival, partial(then, part.local_blocks), one))
+        planned = [] if plans is None else list(zip(plans, arrivals, strict=True))
+        if plans is None or not self._submit(partial(self._loop.more, work, planned, is_last=is_last)):
+            for arrived in arrivals:
+                arrived.set_result(False)
+        return made
+
+    def _after_arrival(self, then: Callable[[], bytes], made: "Future[bytes | None]", arrived: "Future[bool]") -> None:
+        """Straight from the transfer thread to the one beside it: somebody waits for what is made of the blocks."""
+        if arrived.result():
+            self._beside.submit(then).add_done_callback(partial(_pass_on, made))
+        else:
+            made.set_result(None)
 
     def report(self, peer: PeerInfo) -> PairReport | None:
         """How the link to this incarnation was chosen, once it was."""
@@ -220,3 +234,12 @@ class TransferThread:
             self._take_commands(0.0)
         finally:
             self._closed_clean = self._loop.shut_down()
+            self._beside.shutdown()
+
+
+def _pass_on(made: "Future[bytes | None]", done: "Future[bytes]") -> None:
+    error = done.exception()
+    if error is None:
+        made.set_result(done.result())
+    else:
+        made.set_exception(error)

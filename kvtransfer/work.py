@@ -1,5 +1,6 @@
 """One fetch as the transfer loop keeps it: its session, its link, its operations, and what it has cost."""
 
+from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -29,6 +30,8 @@ class Work:
     chunks: list[Copies] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
     """Of each chunk, the part that it belongs to."""
+    to_post: deque[int] = field(default_factory=deque)
+    """Keys whose turn has not come."""
     ops: dict[int, Op] = field(default_factory=dict)
     cell: int | None = None
     post_s: float = 0.0

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Any, cast
 
@@ -32,7 +33,7 @@ from kvtransfer.slot import SlotMemory
 from kvtransfer.transfer_thread import TransferThread
 from prefill_worker.service import PrefillRole
 from tests.support.virtual.content_engine import FORMAT, ContentEngine
-from tests.support.virtual.loop import Process
+from tests.support.virtual.loop import WORK_S, Process
 from worker.context import WorkerContext
 
 _STEP_S = 0.002
@@ -89,6 +90,23 @@ class VirtualSteps:
         if self._engine.has_work:
             self._on_step(self._engine.step(), 0.0, 0.0)
         self.wake()
+
+
+class _Later(Executor):
+    """A thread's work, a moment later on the loop."""
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **named: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()
+
+        def run() -> None:
+            try:
+                future.set_result(work(*args, **named))
+            except BaseException as error:
+                future.set_exception(error)
+
+        asyncio.get_running_loop().call_later(WORK_S, run)
+        return future
 
 
 class VirtualTransferThread(TransferThread):
@@ -203,6 +221,7 @@ class VirtualWorker:
             handshake_s=transfer.handshake_s,
             num_glances=0,
             pairs=self.context.pairs,
+            beside=_Later(),
         )
         self.leases = LeaseTable(
             self.slots,

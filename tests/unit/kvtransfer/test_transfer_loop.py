@@ -16,7 +16,7 @@ from core.ids import HandoffId
 from kvtransfer.backends.base import Batch, Identity, Link
 from kvtransfer.backends.inproc import Fabric, Fault
 from kvtransfer.custody import CustodyEnd
-from kvtransfer.fetch import FetchRequest, FetchResult, Transfer, pinned_future
+from kvtransfer.fetch import Addition, FetchRequest, FetchResult, Transfer, pinned_future
 from kvtransfer.memory import REGION_KV, REGION_SLOTS
 from kvtransfer.transfer_loop import TransferLoop, Work
 from kvtransfer.validate import check_read
@@ -433,9 +433,9 @@ class Growing:
 
     def more(self, remote: list[int], local: list[int], *, is_last: bool = False) -> Future[bool]:
         arrived: Future[bool] = pinned_future()
-        plan = self.pair.loop.plan_more(self.work, remote, local)
-        assert plan is not None
-        self.pair.loop.more(self.work, plan, arrived, is_last=is_last)
+        plans = self.pair.loop.plan_more(self.work, [Addition(remote, local)])
+        assert plans is not None
+        self.pair.loop.more(self.work, [(plans[0], arrived)], is_last=is_last)
         return arrived
 
     def seal(self, blocks: list[int]) -> None:
@@ -486,7 +486,7 @@ def test_an_abandoned_early_read_keeps_custody_until_it_is_quiet_and_takes_no_mo
     pair.fabric.resume()
     pair.settle()
     assert growing.transfer.quiet.done() and pair.d.pool.pinned == set()
-    assert pair.loop.plan_more(growing.work, [4], [8]) is None, "it is over: nothing is pinned any more"
+    assert pair.loop.plan_more(growing.work, [Addition([4], [8])]) is None, "it is over: nothing is pinned any more"
     assert pair.d.pool.pinned == set()
 
 
