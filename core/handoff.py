@@ -183,8 +183,6 @@ class Ready:
     first_block: int
     """Index of ``block_ids[0]`` within the sequence."""
     block_ids: tuple[int, ...]
-    digests: bytes = b""
-    """Empty where they come with the grant: the last complete blocks of a prompt move while they are digested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

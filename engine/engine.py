@@ -106,7 +106,7 @@ class StepResult:
     preempted: tuple[Sequence, ...] = ()
     """They start over in other blocks, before this pass."""
     leased: tuple[LeasedBlocks, ...] = ()
-    """Of sequences with more of their prompt to compute: whose first token is here is leased by whoever takes it."""
+    """Of sequences that go on, or have paused behind their first token."""
 
     @property
     def num_preempted(self) -> int:
@@ -277,9 +277,9 @@ class Engine:
             outputs.append(SequenceOutput(sequence=sequence, error=error))
         leased: list[LeasedBlocks] = []
         if schedule.chunks:
-            unfinished = [x.sequence for x in schedule.chunks if x.sequence.is_leased_early and not x.is_sampled]
             outputs += self._run(schedule.chunks)
-            leased += map(self._lease_complete, unfinished)
+            early = [chunk.sequence for chunk in schedule.chunks if chunk.sequence.is_leased_early]
+            leased += [self._lease_complete(each) for each in early if not each.is_finished]
         totals = self._totals
         self._totals = replace(
             totals,

@@ -47,6 +47,9 @@ from kvtransfer.session import (
 from kvtransfer.work import Work
 
 
+_RESTING = (Phase.DRAINING, Phase.EXPECTING)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferStats:
     """Counters are totals since start; probes of links are not transfers."""
@@ -206,16 +209,16 @@ class TransferLoop:
         return not self._active and not self._waiting and self._handshakes.is_idle
 
     @property
-    def is_draining(self) -> bool:
-        """Nobody waits for anything but the end of operations that were given up."""
+    def is_resting(self) -> bool:
+        """Nobody waits for an operation: those that there are were given up, or the source has more to compute."""
         is_awaited = self._waiting or self._handshakes.is_waiting
-        return not is_awaited and all(work.session.phase is Phase.DRAINING for work in self._active)
+        return not is_awaited and all(work.session.phase in _RESTING for work in self._active)
 
     def turn(self) -> bool:
         """Start what can start, observe every operation once, then judge time. True if anything moved."""
         moved = self._handshakes.turn() | self._start_waiting()
         for work in self._active:
-            moved |= self._observe(work) | self._post_next(work)
+            moved |= self._observe(work) or self._post_next(work)
         for work in [*self._active, *self._waiting]:
             self._handle(work, Tick(work.link.progress_at))
         self._abort_stuck_links()

@@ -31,7 +31,7 @@ from kvtransfer.work import Work
 
 _MIN_SLEEP_S = 50e-6
 _MAX_SLEEP_S = 1e-3
-_DRAIN_SLEEP_S = 20e-3
+_REST_SLEEP_S = 20e-3
 _JOIN_MARGIN_S = 5.0
 
 
@@ -209,7 +209,7 @@ class TransferThread:
                 elif self._loop.is_idle:
                     wait_s, sleep_s = None, _MIN_SLEEP_S
                 else:
-                    limit_s = _DRAIN_SLEEP_S if self._loop.is_draining else _MAX_SLEEP_S
+                    limit_s = _REST_SLEEP_S if self._loop.is_resting else _MAX_SLEEP_S
                     wait_s, sleep_s = sleep_s, min(sleep_s * 2, limit_s)
         except BaseException:
             if self._on_death is not None:

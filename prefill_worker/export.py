@@ -4,7 +4,7 @@ State of a hand-off at P (the lease inside is drawn in kvtransfer/lease.py)::
 
     begin -> FILLING --seal--> SEALED --Release by the claimant | AbortHandoff | lease time | revoke--> over
               |  ^
-              |  '--offer: complete blocks, digested, are announced by Ready
+              |  '--offer: complete blocks are announced by Ready at once, and digested beside the steps
               +--cancel | deadline | preempted | ended at token 1--> over
 
 Blocks that are offered while the prompt is computed are leased in the pool on their own (immutable, and safe from
@@ -80,11 +80,10 @@ class _Export:
     span: Span
     """For as long as the blocks are held."""
     early: list[int] = field(default_factory=list)
-    """Its first blocks, complete and leased while the rest is computed."""
-    num_ready: int = 0
-    """Of those, digested: they are announced."""
-    ready_digests: bytes = b""
-    announcing: "asyncio.Task[None] | None" = None
+    """Its first blocks, complete, leased and announced before it is sealed."""
+    num_digested: int = 0
+    """Of those."""
+    digesting: "asyncio.Task[None] | None" = None
     grant: Grant | None = None
     """Of all blocks."""
     num_held: int = 0
@@ -170,44 +169,27 @@ class Exports:
             del self._early[handoff_id]
 
     def offer(self, handoff_id: HandoffId, first_block: int, blocks: Sequence[int]) -> None:
-        """More complete blocks of a prompt under computation, leased already; they are announced once digested. Nothing
-        is kept of what does not continue the hand-off."""
+        """More complete blocks of a prompt, leased already: they may move at once. Nothing is kept of what does not
+        continue the hand-off."""
         export = self._exports.get(handoff_id)
         if export is None or export.grant is not None or first_block != len(export.early):
             self._give_back(list(blocks))
             return
         export.early += blocks
-        if export.announcing is None or export.announcing.done():
-            export.announcing = self._scope.spawn(self._announce(export), name=f"announce-{handoff_id[:8]}")
+        self._leases.set_ready(export.lease.ref.lease_id, len(export.early))
+        view = self._leases.find(handoff_id)
+        if view is not None and view.reader is not None:
+            self._send_ready(export, view.reader, first_block)
+        if export.digesting is None or export.digesting.done():
+            export.digesting = self._scope.spawn(self._digest_early(export), name=f"digest-{handoff_id[:8]}")
 
-    async def _announce(self, export: _Export) -> None:
-        """Digest what was offered, off the loop and off the steps, and tell the claimant."""
-        while export.num_ready < len(export.early):
-            first, fresh = export.num_ready, export.early[export.num_ready :]
-            made = await asyncio.to_thread(self.digests.digest, fresh, num_complete=len(fresh))
-            await self._context.failpoints.reach("prefill.ready")
-            if not self._leases.set_ready(export.lease.ref.lease_id, first + len(fresh)):
-                return
-            export.num_ready += len(fresh)
-            export.ready_digests += made
-            reader = self._reader_of(export)
-            if reader is not None:
-                self._send_ready(export, reader, first)
-            await self._context.failpoints.reach("prefill.announced")
-
-    def _announce_rest(self, export: _Export, blocks: Sequence[int]) -> None:
-        """The prompt is computed: what was not announced of its complete blocks can move at once. Their digests come
-        with the grant."""
-        first = max(export.num_ready, export.num_held)
-        rest, reader = blocks[first:], self._reader_of(export)
-        if not rest or reader is None or not self._context.config.transfer.early_reads:
-            return
-        if self._leases.set_ready(export.lease.ref.lease_id, len(blocks)):
-            self._tell_ready(export, reader, first, rest, b"")
-
-    def _reader_of(self, export: _Export) -> Reader | None:
-        view = self._leases.find(export.handoff_id)
-        return None if view is None else view.reader
+    async def _digest_early(self, export: _Export) -> None:
+        """Off the loop and off the steps, so that the seal finds the digests made."""
+        await self._context.failpoints.reach("prefill.announced")
+        while fresh := export.early[export.num_digested :]:
+            await asyncio.to_thread(self.digests.digest, fresh, num_complete=len(fresh))
+            export.num_digested += len(fresh)
+            await self._context.failpoints.reach("prefill.digested")
 
     async def seal(self, handoff_id: HandoffId, blocks: list[int], first_tokens: tuple[FirstToken, ...]) -> bool:
         """Hold ``blocks`` (already leased in the pool) and tell the claimant. False: it is over, the blocks are given
@@ -216,11 +198,9 @@ class Exports:
         kind = context.digester.kind
         export = self._exports.get(handoff_id)
         num_complete = 0 if export is None else export.num_tokens // context.geometry.block_size
-        if export is not None:
-            self._announce_rest(export, blocks[:num_complete])
         try:
-            if export is not None and export.announcing is not None:
-                await asyncio.wait({export.announcing})  # what it digests is not digested again
+            if export is not None and export.digesting is not None:
+                await asyncio.wait({export.digesting})  # what it digests is not digested again
             made = await asyncio.to_thread(self.digests.digest, blocks, num_complete=num_complete)
             await context.failpoints.reach("prefill.seal")
         except BaseException:
@@ -369,7 +349,7 @@ class Exports:
         export.span.set(reader=connection.peer.worker_id)
         if export.grant is not None:
             self._send_sealed(export, reader)
-        elif export.num_ready:
+        else:
             self._send_ready(export, reader, 0)
 
     def _release(self, connection: _Connection, message: Release) -> None:
@@ -421,14 +401,8 @@ class Exports:
     def _send_ready(self, export: _Export, reader: Reader, first: int) -> None:
         """Announce what is ready from block ``first`` on, as far as the claimant lacks it."""
         first = max(first, export.num_held)
-        if first < export.num_ready:
-            size = self._context.geometry.num_kv_heads * digests.DIGEST_BYTES
-            made = export.ready_digests[first * size : export.num_ready * size]
-            self._tell_ready(export, reader, first, export.early[first : export.num_ready], made)
-
-    def _tell_ready(self, export: _Export, reader: Reader, first: int, blocks: Sequence[int], made: bytes) -> None:
         connection = self._connections.get(reader.incarnation)
-        if connection is not None:
+        if connection is not None and first < len(export.early):
             connection.outgoing.put_nowait(
                 Ready(
                     handoff_id=export.handoff_id,
@@ -436,8 +410,7 @@ class Exports:
                     lease=export.lease.ref,
                     slot=export.lease.slot,
                     first_block=first,
-                    block_ids=tuple(blocks),
-                    digests=made,
+                    block_ids=tuple(export.early[first:]),
                 )
             )
 

@@ -117,11 +117,6 @@ class PrefillRole:
         self._reaping.spawn(self.exports.reap(), name="lease-reaper")
 
     def on_step(self, result: StepResult, started_at: float, ended_at: float) -> None:
-        for output in result.outputs:
-            key = output.sequence.key
-            attempt = self._attempts.get((key.request_id, key.attempt))
-            if attempt is not None and not attempt.firsts[key.choice].done():
-                attempt.firsts[key.choice].set_result(output)
         for sequence in result.preempted:
             self._end_preempted(sequence.key)
         for leased in result.leased:
@@ -131,6 +126,11 @@ class PrefillRole:
                 self._context.engine.pool.end_lease(leased.blocks)
             else:
                 self.exports.offer(attempt.handoff_id, leased.first_block, leased.blocks)
+        for output in result.outputs:  # after the blocks: somebody waits for those of a last chunk
+            key = output.sequence.key
+            attempt = self._attempts.get((key.request_id, key.attempt))
+            if attempt is not None and not attempt.firsts[key.choice].done():
+                attempt.firsts[key.choice].set_result(output)
         self.exports.room_freed.set()
 
     def fill_load(self, load: WorkerLoad) -> WorkerLoad:

@@ -18,7 +18,7 @@ from tests.support.virtual.worker import VirtualWorker
 PROMPT = tuple(range(3, 43))
 """Three steps of P."""
 DECODE_POINTS = ("decode.ready", "decode.digested")
-POINTS = ("prefill.ready", "prefill.announced", *DECODE_POINTS)
+POINTS = ("prefill.announced", "prefill.digested", *DECODE_POINTS)
 
 
 class Strike(Hooks):

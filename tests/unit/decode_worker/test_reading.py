@@ -54,7 +54,6 @@ class Rig:
         return opened, [(self.num_handoffs * 5 + 3 * each) % GEOMETRY.num_blocks for each in range(NUM_BLOCKS)]
 
     def ready(self, lease: LeaseView, blocks: list[int], first: int, end: int) -> Ready:
-        made = self.p.digester().digest(blocks)[first * DIGEST_BYTES : end * DIGEST_BYTES]
         return Ready(
             handoff_id=lease.handoff_id,
             attempt=1,
@@ -62,7 +61,6 @@ class Rig:
             slot=lease.slot,
             first_block=first,
             block_ids=tuple(blocks[first:end]),
-            digests=made,
         )
 
     def seal(self, lease: LeaseView, blocks: list[int], num_held: int = 1) -> Grant:

@@ -26,7 +26,8 @@ PROMPT = tuple(range(3, 43))
 HANGS_S = 4.0
 POINTS = (
     "prefill.computing",
-    "prefill.ready",
+    "prefill.announced",
+    "prefill.digested",
     "prefill.seal",
     "prefill.sealed",
     "decode.opened",

@@ -303,18 +303,20 @@ def test_frequencies_of_long_contexts_match_the_reference() -> None:
 # -- blocks that are leased while the prompt is computed ---------------------------------------------------------------
 
 
-def test_complete_blocks_are_leased_while_the_rest_of_the_prompt_is_computed(engine: Engine) -> None:
-    sequence = make_sequence(prompt(70), max_tokens=1)
-    sequence.is_leased_early = True
+@pytest.mark.parametrize(("num_generated", "num_parts"), [(1, 2), (2, 3)])
+def test_complete_blocks_are_leased_as_soon_as_they_are_computed(
+    engine: Engine, num_generated: int, num_parts: int
+) -> None:
+    sequence = make_sequence(prompt(70), max_tokens=num_generated)
+    sequence.is_leased_early, sequence.pause_at = True, 71
     engine.add(sequence)
     steps = [engine.step() for _ in range(3)]
     leased = [part for step in steps for part in step.leased]
-    assert [(part.sequence, part.first_block, len(part.blocks)) for part in leased] == [
-        (sequence, 0, 8),
-        (sequence, 8, 8),
-    ], "the chunk that ends the prompt leases nothing"
-    assert sequence.is_finished
-    assert engine.pool.counts().leased == 16, "they outlive the sequence"
+    assert all(part.sequence is sequence for part in leased)
+    assert [(part.first_block, len(part.blocks)) for part in leased] == [(0, 8), (8, 8), (16, 1)][:num_parts]
+    assert sequence.is_finished == (num_parts == 2), "nobody reads what a prompt that ended at its first token left"
+    engine.remove(sequence.key)
+    assert engine.pool.counts().leased == sum(len(part.blocks) for part in leased), "they outlive the sequence"
     for part in leased:
         engine.pool.end_lease(part.blocks)
     assert engine.pool.counts().is_idle()

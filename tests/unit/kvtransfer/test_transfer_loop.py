@@ -13,7 +13,7 @@ from core.clock import ManualClock
 from core.errors import DigestMismatch, LayoutMismatch, PeerLost, StaleIncarnation, TransferStalled
 from core.handoff import Grant, HandoffOutcome, PeerInfo
 from core.ids import HandoffId
-from kvtransfer.backends.base import Batch, Identity, Link
+from kvtransfer.backends.base import Batch, Identity, Link, Op
 from kvtransfer.backends.inproc import Fabric, Fault
 from kvtransfer.custody import CustodyEnd
 from kvtransfer.fetch import Addition, FetchRequest, FetchResult, Transfer, pinned_future
@@ -460,6 +460,62 @@ def test_blocks_move_while_the_lease_is_filled_and_the_slot_is_read_at_the_end()
     assert result.num_bytes == 3 * GEOMETRY.block_bytes and result.early_bytes == 2 * GEOMETRY.block_bytes
     assert (pair.d.blocks[[7, 8, 1]] == pair.p.blocks[[3, 4, 9]]).all()
     assert growing.transfer.quiet.done() and pair.d.pool.pinned == set() and pair.loop.is_idle
+
+
+def _copy_when_posting(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NIXL does within one machine: it is done when ``post`` returns."""
+    backend = pair.d.backend
+    post = backend.post
+
+    def copy(link: Link, batch: Batch) -> Op:
+        op = post(link, batch)
+        backend.poll(op)
+        return op
+
+    monkeypatch.setattr(backend, "post", copy)
+
+
+def test_where_posting_is_the_copy_a_part_is_told_before_the_next_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair()
+    growing = Growing(pair, 3)
+    pair.settle()
+    _copy_when_posting(pair, monkeypatch)
+    arrivals: list[Future[bool]] = [pinned_future() for _ in range(3)]
+    told: list[list[bool]] = []
+
+    def look(reader: Identity, peer: PeerInfo, batch: Batch) -> Fault | None:
+        if batch.remote_region == REGION_KV:
+            told.append([arrived.done() for arrived in arrivals])
+        return None
+
+    pair.fabric.on_post = look
+    plans = pair.loop.plan_more(growing.work, [Addition([block], [block]) for block in (3, 5, 9)])
+    assert plans is not None
+    pair.loop.more(growing.work, list(zip(plans, arrivals, strict=True)), is_last=False)
+    assert told == [[False, False, False]], "others have their turn before the next"
+    pair.settle()
+    assert told[1:] == [[True, False, False], [True, True, False]] and arrivals[2].result(0)
+    growing.seal([3, 5, 9])
+    growing.more([], [], is_last=True)
+    pair.settle()
+    assert outcome(growing.transfer).outcome is HandoffOutcome.OK
+
+
+def test_what_was_not_posted_when_a_fetch_is_given_up_never_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair()
+    growing = Growing(pair, 2)
+    pair.settle()
+    _copy_when_posting(pair, monkeypatch)
+    before = pair.d.blocks.copy()
+    arrivals: list[Future[bool]] = [pinned_future() for _ in range(2)]
+    plans = pair.loop.plan_more(growing.work, [Addition([3], [7]), Addition([4], [8])])
+    assert plans is not None
+    pair.loop.more(growing.work, list(zip(plans, arrivals, strict=True)), is_last=False)
+    pair.loop.abort(growing.work)
+    assert [arrived.result(0) for arrived in arrivals] == [False, False]
+    pair.settle()
+    assert (pair.d.blocks[8] == before[8]).all() and growing.transfer.quiet.done()
+    assert pair.d.pool.pinned == set() and pair.loop.is_idle
 
 
 def test_early_reads_of_a_lease_that_ended_meanwhile_are_found_out() -> None:

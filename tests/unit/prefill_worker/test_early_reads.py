@@ -22,28 +22,29 @@ KEY = SequenceKey(request_id=RequestId("r"), attempt=1, choice=0)
 
 async def _announced(rig: Rig, num_blocks: int) -> None:
     async with asyncio.timeout(10):
-        while (export := rig.role.exports._exports.get(H)) is None or export.num_ready < num_blocks:
+        while (export := rig.role.exports._exports.get(H)) is None or len(export.early) < num_blocks:
             await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize("num_held", [0, 1, 3])
-async def test_complete_blocks_are_announced_with_the_digests_that_are_sealed(rig: Rig, num_held: int) -> None:
+async def test_complete_blocks_are_announced_before_they_are_digested_and_granted_at_the_end(
+    rig: Rig, num_held: int
+) -> None:
+    rig.context.failpoints.set("prefill.announced", "pause:60")
     rig.open(num_held_blocks=num_held)
     call = asyncio.create_task(rig.prefill(num_tokens=NUM_TOKENS))
     announced: dict[int, int] = {}
-    told: list[Ready] = []
-    while isinstance(reply := await rig.next_reply(), Ready):
-        announced |= dict(enumerate(reply.block_ids, reply.first_block))
-        told.append(reply)
+    while len(announced) < 5 - num_held:
+        assert isinstance(ready := await rig.next_reply(), Ready)
+        announced |= dict(enumerate(ready.block_ids, ready.first_block))
+    assert rig.role.exports.digests.num_made == 0, "nobody waits for the digests of what can move"
+    rig.context.failpoints.set("prefill.announced", "")
+    reply = await rig.next_reply()
     assert isinstance(reply, Sealed) and (await call).first_tokens == reply.first_tokens
     grant = reply.grant
     assert list(announced) == list(range(num_held, 5)), "not the last block: it is not full"
     assert grant.first_block == num_held and grant.block_ids[: 5 - num_held] == tuple(announced.values())
-    digests = b"".join(ready.digests for ready in told)
-    (last,) = (ready for ready in told if not ready.digests)
-    assert grant.digests.startswith(digests)
-    assert len(digests) == (4 - num_held) * rig.context.geometry.num_kv_heads * DIGEST_BYTES
-    assert last.block_ids[-1] == grant.block_ids[-2], "the last chunk's come with the grant"
+    assert len(grant.digests) == (6 - num_held) * rig.context.geometry.num_kv_heads * DIGEST_BYTES
     assert rig.role.exports.digests.num_made == 6, "each block once"
     assert rig.role.exports.end(H, Cancelled("the test is over"))
 
@@ -120,8 +121,8 @@ async def test_blocks_from_the_prefix_cache_are_announced_and_not_digested_again
     assert rig.role.exports.end(HandoffId("other"), Cancelled("the test is over"))
 
 
-@pytest.mark.parametrize("point", ["prefill.ready", "prefill.announced"])
-async def test_a_failure_to_announce_costs_the_early_reads_only(rig: Rig, point: str) -> None:
+@pytest.mark.parametrize("point", ["prefill.announced", "prefill.digested"])
+async def test_a_failure_to_digest_early_leaves_it_to_the_seal(rig: Rig, point: str) -> None:
     rig.context.failpoints.set(point, "error:internal_error")
     rig.open()
     call = asyncio.create_task(rig.prefill(num_tokens=NUM_TOKENS))
