@@ -46,7 +46,6 @@ from kvtransfer.session import (
 )
 from kvtransfer.work import Work
 
-
 _RESTING = (Phase.DRAINING, Phase.EXPECTING)
 
 

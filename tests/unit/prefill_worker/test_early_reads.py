@@ -35,7 +35,8 @@ async def test_complete_blocks_are_announced_before_they_are_digested_and_grante
     call = asyncio.create_task(rig.prefill(num_tokens=NUM_TOKENS))
     announced: dict[int, int] = {}
     while len(announced) < 5 - num_held:
-        assert isinstance(ready := await rig.next_reply(), Ready)
+        ready = await rig.next_reply()
+        assert isinstance(ready, Ready)
         announced |= dict(enumerate(ready.block_ids, ready.first_block))
     assert rig.role.exports.digests.num_made == 0, "nobody waits for the digests of what can move"
     rig.context.failpoints.set("prefill.announced", "")
