@@ -9,7 +9,9 @@ Three processes: a scripted worker that is also the router, one gateway, and thi
   the streams are read. Calls alternate, so that a noisy neighbour meets both.
 
 CPU time is the scheduler's own account of all threads: it does not depend much on who else runs. Medians over rounds,
-with their spread. Exit status 1 when a bar is missed.
+with their spread. Each has its floor, measured in the same run: the same frames sent to the same clients by a process
+that does nothing else, and for a plain request the HTTP server's answer to ``GET /health``, template and tokenizer, and
+the calls of router and worker, each alone. Exit status 1 when a bar is missed.
 """
 
 import argparse
@@ -28,6 +30,7 @@ from pathlib import Path
 import orjson
 import uvloop
 
+from bench.gateway_floors import TOKENS_PER_S, calls_us, tokenize_us
 from core import types as t
 from core.config import load_config
 from core.ids import GatewayId, RequestId, new_incarnation
@@ -39,7 +42,6 @@ MIN_EVENTS_PER_TOKEN = 0.95
 MAX_US_PER_REQUEST = 200.0
 MAX_ADDED_TTFT_MS = 3.0
 
-TOKENS_PER_S = 20
 TEXT = "The river runs past the mill and the old bridge, and in winter the garden behind it sleeps under snow.\n"
 PROMPT = "Tell me about the river, the mill and the bridge, in a few sentences, as if I had never seen them."
 MODEL = "smollm2-135m-instruct"
@@ -55,35 +57,35 @@ class Processes:
         config = load_config(environ={})
         token_ids = open_model(config.models[0].path).tokenizer().encode(TEXT, parse_special=False)
         ids = ",".join(map(str, token_ids))
-        worker = self._start("bench.scripted_worker", "--tokens-per-s", str(TOKENS_PER_S), "--token-ids", ids)
-        self.worker_address = self._line(worker)
+        worker = self.start("bench.scripted_worker", "--tokens-per-s", str(TOKENS_PER_S), "--token-ids", ids)
+        self.worker_address = self.line(worker)
         settings = (f"router.listen={self.worker_address}", "gateway.listen=127.0.0.1:0", "telemetry.log_level=warning")
-        gateway = self._start("bench.gateway", "--serve", *settings)
+        gateway = self.start("bench.gateway", "--serve", *settings)
         self.gateway_pid = gateway.pid
-        self.host, _, port = self._line(gateway).rpartition(":")
+        self.host, _, port = self.line(gateway).rpartition(":")
         self.port = int(port)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._stack.close()
 
-    def _start(self, module: str, *arguments: str) -> "subprocess.Popen[str]":
+    def start(self, module: str, *arguments: str) -> "subprocess.Popen[str]":
         process = subprocess.Popen([sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE, text=True)
         self._stack.callback(process.wait, 20)
         self._stack.callback(process.terminate)
         return process
 
     @staticmethod
-    def _line(process: "subprocess.Popen[str]") -> str:
+    def line(process: "subprocess.Popen[str]") -> str:
         assert process.stdout is not None
         line = process.stdout.readline().strip()
         if not line:
             raise SystemExit("a process of the bench did not start")
         return line
 
-    def cpu_s(self) -> float:
-        """CPU time of the gateway, all of its threads, user and system."""
-        tasks = Path(f"/proc/{self.gateway_pid}/task")
+    def cpu_s(self, pid: int = 0) -> float:
+        """CPU time of the gateway (or another process), all of its threads, user and system."""
+        tasks = Path(f"/proc/{pid or self.gateway_pid}/task")
         return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks.iterdir()) / 1e9
 
 
@@ -166,9 +168,22 @@ async def measure_tokens(processes: Processes, streams: int, rounds: int, round_
     return costs, num_events / num_tokens
 
 
-async def measure_plain(processes: Processes, rounds: int, requests: int) -> list[float]:
-    """CPU microseconds for each plain request, by round."""
-    body = _chat(temperature=0, max_tokens=16)
+async def measure_sends(processes: Processes, streams: int, rounds: int, round_s: float) -> list[float]:
+    """CPU microseconds for each frame of a process that does nothing but send, by round: the floor of a token."""
+    sender = processes.start("bench.gateway_floors", str(streams))
+    costs = []
+    async with _streams("127.0.0.1", int(processes.line(sender)), streams, rounds * round_s) as running:
+        for _ in range(rounds):
+            events, cpu_s = sum(stream.num_events for stream in running), processes.cpu_s(sender.pid)
+            await asyncio.sleep(round_s)
+            cpu_s = processes.cpu_s(sender.pid) - cpu_s
+            costs.append(1e6 * cpu_s / (sum(stream.num_events for stream in running) - events))
+    return costs
+
+
+async def measure_plain(processes: Processes, rounds: int, requests: int, body: bytes = b"") -> list[float]:
+    """CPU microseconds for each plain request (or another one), by round."""
+    body = body or _chat(temperature=0, max_tokens=16)
 
     async def one_client() -> None:
         reader, writer = await asyncio.open_connection(processes.host, processes.port)
@@ -186,6 +201,17 @@ async def measure_plain(processes: Processes, rounds: int, requests: int) -> lis
         await asyncio.gather(*[one_client() for _ in range(4)])
         costs.append(1e6 * (processes.cpu_s() - cpu_s) / (requests // 4 * 4))
     return costs
+
+
+async def measure_parts(processes: Processes, rounds: int) -> dict[str, float]:
+    """The floor of a plain request, in parts of CPU microseconds."""
+    health = await measure_plain(processes, rounds, 200, b"GET /health HTTP/1.1\r\nhost: bench\r\n\r\n")
+    async with _direct(processes.worker_address) as call:
+        return {
+            "http_us": min(health),
+            "tokenize_us": tokenize_us([f"{PROMPT} {number}" for number in range(100)]),
+            "calls_us": await calls_us(call, 200),
+        }
 
 
 async def measure_ttft(processes: Processes, streams: int, calls: int) -> tuple[list[float], list[float]]:
@@ -262,8 +288,10 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def _bars(result: dict[str, float]) -> Iterator[tuple[str, bool]]:
+    of_send = result["us_per_token"] / result["us_per_send"]
+    parts = result["http_us"] + result["tokenize_us"] + result["calls_us"]
     yield (
-        f"streamed token  {result['us_per_token']:6.1f} us, at most {MAX_US_PER_TOKEN:g}",
+        f"streamed token  {result['us_per_token']:6.1f} us, at most {MAX_US_PER_TOKEN:g}; {of_send:.2f} of the floor",
         result["us_per_token"] <= MAX_US_PER_TOKEN,
     )
     yield (
@@ -271,7 +299,8 @@ def _bars(result: dict[str, float]) -> Iterator[tuple[str, bool]]:
         result["events_per_token"] >= MIN_EVENTS_PER_TOKEN,
     )
     yield (
-        f"plain request   {result['us_per_request']:6.1f} us, at most {MAX_US_PER_REQUEST:g}",
+        f"plain request   {result['us_per_request']:6.1f} us, at most {MAX_US_PER_REQUEST:g}; "
+        f"{result['us_per_request'] / parts:.2f} of the floor ({parts:.0f} us)",
         result["us_per_request"] <= MAX_US_PER_REQUEST,
     )
     yield (
@@ -285,16 +314,24 @@ async def measure(options: argparse.Namespace) -> dict[str, float]:
     with Processes() as processes:
         await measure_plain(processes, 1, 40)  # warm up
         per_token, events = await measure_tokens(processes, options.streams, rounds, round_s)
+        sends = await measure_sends(processes, options.streams, rounds, round_s)
         per_request = await measure_plain(processes, rounds, requests)
+        parts = await measure_parts(processes, rounds)
         through, direct = await measure_ttft(processes, options.streams // 2, calls)
     print(f"CPU us a streamed token, {options.streams} streams   {_spread(per_token)}")
+    print(f"CPU us a bare send of the same       {_spread(sends)}")
     print(f"CPU us a plain request               {_spread(per_request)}")
+    print(
+        "  its parts alone                    " + ", ".join(f"{name[:-3]} {cost:.0f}" for name, cost in parts.items())
+    )
     print(f"TTFT through the gateway, ms         {_spread(through)}")
     print(f"TTFT of a direct call, ms            {_spread(direct)}")
     return {
         "us_per_token": statistics.median(per_token),
         "events_per_token": events,
+        "us_per_send": statistics.median(sends),
         "us_per_request": statistics.median(per_request),
+        **parts,
         "added_ttft_ms": statistics.median(through) - statistics.median(direct),
     }
 

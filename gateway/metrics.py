@@ -1,5 +1,7 @@
 """The gateway's metrics (api.md 5): names and buckets live here, the registry in core.telemetry."""
 
+from functools import cache
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from core.telemetry import METRIC_PREFIX
@@ -11,7 +13,10 @@ _TPOT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2,
 
 
 class GatewayMetrics:
-    """Counters and histograms of one gateway process. Labels are bounded: model names, outcomes, stages, routes."""
+    """Counters and histograms of one gateway process. Labels are bounded: model names, outcomes, stages, routes.
+
+    Of what every run is counted in, the child of each label is looked up once.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def name(stem: str) -> str:
@@ -25,29 +30,49 @@ class GatewayMetrics:
         self.unknown_fields = Counter(
             name("unknown_fields"), "Members of bodies that this API does not know.", ("route",), registry=registry
         )
-        self._requests = Counter(name("requests"), "Requests that ended.", ("model", "outcome"), registry=registry)
-        self._attempts = Counter(name("attempts"), "Attempts made, first ones included.", ("model",), registry=registry)
-        self._prompt_tokens = Counter(name("prompt_tokens"), "Prompt tokens.", ("model",), registry=registry)
-        self._tokens = Counter(name("generation_tokens"), "Accepted tokens.", ("model",), registry=registry)
-        self._overrun = Counter(
-            name("overrun_tokens"), "Tokens made after a stop string had matched.", ("model",), registry=registry
+        self._requests = cache(
+            Counter(name("requests"), "Requests that ended.", ("model", "outcome"), registry=registry).labels
         )
-        self._ttft = Histogram(
-            name("time_to_first_token_seconds"), "From arrival.", ("model",), buckets=_TTFT_BUCKETS, registry=registry
+        self._attempts = cache(
+            Counter(name("attempts"), "Attempts made, first ones included.", ("model",), registry=registry).labels
         )
-        self._tpot = Histogram(
-            name("time_per_output_token_seconds"),
-            "First to last token, for each token after the first.",
-            ("model",),
-            buckets=_TPOT_BUCKETS,
-            registry=registry,
+        self._prompt_tokens = cache(
+            Counter(name("prompt_tokens"), "Prompt tokens.", ("model",), registry=registry).labels
         )
-        self._duration = Histogram(
-            name("e2e_request_latency_seconds"),
-            "From arrival to the last token.",
-            ("model",),
-            buckets=_E2E_BUCKETS,
-            registry=registry,
+        self._tokens = cache(
+            Counter(name("generation_tokens"), "Accepted tokens.", ("model",), registry=registry).labels
+        )
+        self._overrun = cache(
+            Counter(
+                name("overrun_tokens"), "Tokens made after a stop string had matched.", ("model",), registry=registry
+            ).labels
+        )
+        self._ttft = cache(
+            Histogram(
+                name("time_to_first_token_seconds"),
+                "From arrival.",
+                ("model",),
+                buckets=_TTFT_BUCKETS,
+                registry=registry,
+            ).labels
+        )
+        self._tpot = cache(
+            Histogram(
+                name("time_per_output_token_seconds"),
+                "First to last token, for each token after the first.",
+                ("model",),
+                buckets=_TPOT_BUCKETS,
+                registry=registry,
+            ).labels
+        )
+        self._duration = cache(
+            Histogram(
+                name("e2e_request_latency_seconds"),
+                "From arrival to the last token.",
+                ("model",),
+                buckets=_E2E_BUCKETS,
+                registry=registry,
+            ).labels
         )
         self._refusals = Counter(
             name("access_refusals"),
@@ -55,7 +80,9 @@ class GatewayMetrics:
             ("reason",),
             registry=registry,
         )
-        self._stage = Counter(name("stage_seconds"), "Where the time went.", ("model", "stage"), registry=registry)
+        self._stage = cache(
+            Counter(name("stage_seconds"), "Where the time went.", ("model", "stage"), registry=registry).labels
+        )
 
     def observe_refusal(self, reason: str) -> None:
         """Counts a request that access refused; reasons are a few words."""
@@ -64,17 +91,17 @@ class GatewayMetrics:
     def observe(self, run: Run) -> None:
         """Counts a run that has ended."""
         model = run.request.model
-        self._requests.labels(model, run.outcome).inc()
-        self._attempts.labels(model).inc(run.attempt)
-        self._prompt_tokens.labels(model).inc(run.request.num_prompt_tokens)
-        self._tokens.labels(model).inc(run.num_completion_tokens)
-        self._overrun.labels(model).inc(run.num_overrun)
+        self._requests(model, run.outcome).inc()
+        self._attempts(model).inc(run.attempt)
+        self._prompt_tokens(model).inc(run.request.num_prompt_tokens)
+        self._tokens(model).inc(run.num_completion_tokens)
+        self._overrun(model).inc(run.num_overrun)
         for stage, seconds in run.stages.stages():
-            self._stage.labels(model, stage).inc(seconds)
+            self._stage(model, stage).inc(seconds)
         if run.ttft_s is None or not run.is_over:
             return
         duration_s = run.stages.total_s()
-        self._ttft.labels(model).observe(run.ttft_s)
-        self._duration.labels(model).observe(duration_s)
+        self._ttft(model).observe(run.ttft_s)
+        self._duration(model).observe(duration_s)
         if run.num_completion_tokens > 1:
-            self._tpot.labels(model).observe((duration_s - run.ttft_s) / (run.num_completion_tokens - 1))
+            self._tpot(model).observe((duration_s - run.ttft_s) / (run.num_completion_tokens - 1))

@@ -119,6 +119,41 @@ class _Lingering(asyncio.Transport):
             self._timer.cancel()
 
 
+class _HeadAndBody:
+    """The transport of one answer: its head waits for its first body (as ASGI asks of servers), and both are one write.
+
+    A write of its own costs the kernel's way to the client, and often a packet.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle, transport: _Lingering) -> None:
+        self._cycle = cycle
+        self._transport = transport
+        self._head = b""
+        self.is_closing = transport.is_closing
+
+    def write(self, data: bytes) -> None:
+        if self._head:
+            data = self._head + data
+        elif self._cycle.response_started:
+            self._head = data
+            return
+        else:  # "100 Continue"
+            self._transport.write(data)
+            return
+        self._head = b""
+        self.write = self._transport.write  # type: ignore[method-assign]
+        self._transport.write(data)
+
+    def flush(self) -> None:
+        """Nothing follows."""
+        if self._head:
+            self.write(b"")
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()
+
+
 class DirectWriter:
     """Writes pieces of a chunked answer straight to its connection, past the coroutines of ASGI.
 
@@ -206,7 +241,17 @@ class BoundedProtocol(HttpToolsProtocol):
         # The application runs later. A request behind another one is not it yet, but this is its own scope and cycle.
         cycle = self.pipeline[0][0] if self.pipeline else self.cycle
         if cycle is not None and cycle.scope is self.scope:
+            self._join_head_and_body(cycle)
             self.scope["extensions"] = {DIRECT_WRITER: DirectWriter(cycle, self._lingering)}  # type: ignore[dict-item]
+
+    def _join_head_and_body(self, cycle: RequestResponseCycle) -> None:
+        answer, on_response = _HeadAndBody(cycle, self._lingering), cycle.on_response
+
+        def end() -> None:
+            answer.flush()  # that of a HEAD request has no body
+            on_response()
+
+        cycle.transport, cycle.on_response = answer, end  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
         self._num_silent_bytes = 0

@@ -187,6 +187,20 @@ async def test_a_body_is_counted_while_it_arrives(address: str, is_chunked: bool
     await works(address)
 
 
+async def test_a_client_that_asks_first_is_told_to_go_on(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(PLAIN.partition(b"\r\n\r\n")[0] + b"\r\nexpect: 100-continue\r\nconnection: close\r\n\r\n")
+    async with asyncio.timeout(20):
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(BODY)
+        answer = await reader.read()
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert answer.count(b"HTTP/1.1") == 1
+    assert answer.endswith(b"}")
+
+
 async def test_a_promised_length_above_the_limit_is_refused_unread(address: str) -> None:
     answer = await talk(address, HEAD + b"content-length: 900000000\r\nexpect: 100-continue\r\n\r\n")
     assert (answer.status, answer.error["code"]) == (413, "request_too_large")
