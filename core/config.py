@@ -373,6 +373,8 @@ class RouterConfig(_Section):
     """A prefill pool that has been without a ready worker for less than this is only starting anew: requests wait."""
     policy: Literal["prefix_aware", "round_robin"] = "prefix_aware"
     """``round_robin`` takes workers in turn, whatever they hold and have to do: for comparisons."""
+    distance_s: float = Field(default=0.005, ge=0)
+    """What each level by which a pair is apart (other host, other rack, other zone) costs beside its waiting times."""
     max_records: int = Field(default=1000, ge=1)
 
     @field_validator("listen", "http_listen")

@@ -18,6 +18,10 @@ WORST = 3.0
 """Nobody explores what is predicted to cost more than so many times as much."""
 
 
+TYPICAL_TOKENS = 2048
+"""Of a prompt that waits: half of it is what its tokens attend to."""
+
+
 class Host(Protocol):
     """What has to be known of a worker."""
 
@@ -52,7 +56,7 @@ def predict_split(
     costs: Costs, prefill: Host, decode: Host, *, num_tokens: int, num_cached: int, num_kept: int
 ) -> Prediction:
     """P holds ``num_cached`` of the prompt's tokens already, D ``num_kept``."""
-    wait_s = _queue_s(costs, prefill, num_rows=0)
+    wait_s = queue_s(costs, prefill, num_rows=0)
     prefill_s = costs.prefill_s(prefill.address, num_tokens - num_cached, num_cached)
     # Complete chunks move while the next one is computed; what is left when the last one is done are its own blocks.
     num_last = min(num_tokens - num_kept, costs.of(prefill.address).max_step_tokens)
@@ -70,7 +74,7 @@ def predict_split(
 def predict_local(costs: Costs, worker: Host, *, num_tokens: int, num_cached: int) -> Prediction:
     """The worker holds ``num_cached`` of the prompt's tokens already."""
     num_rows, num_new = worker.num_requests, num_tokens - num_cached
-    wait_s = _queue_s(costs, worker, num_rows=num_rows)
+    wait_s = queue_s(costs, worker, num_rows=num_rows)
     prefill_s = costs.local_prefill_s(
         worker.address, num_new, num_cached, num_rows=num_rows, num_decode_positions=_positions(worker)
     )
@@ -89,17 +93,17 @@ def explores(request_id: str, *, share: float, seed: int) -> bool:
     return int.from_bytes(digest, "big") < share * 2**64
 
 
-def _queue_s(costs: Costs, worker: Host, *, num_rows: int) -> float:
-    """To compute what is queued at a worker. How long its prompts are is not known: they are taken to be equal."""
+def queue_s(costs: Costs, worker: Host, *, num_rows: int) -> float:
+    """To compute what is queued at a worker. How long its prompts are is not known: they are taken to be of
+    ``TYPICAL_TOKENS`` at most, so that more load never seems less."""
     num_queued = worker.queued_prompt_tokens
     if num_queued <= 0:
         return 0.0
-    context = num_queued // (2 * max(1, worker.num_requests)) if num_rows == 0 else 0
     whole_s = costs.local_prefill_s(
         worker.address, num_queued, num_rows=num_rows, num_decode_positions=_positions(worker)
     )
     pairs_s = costs.of(worker.address).prompt_pair_s * num_queued
-    return max(0.0, whole_s - pairs_s * (num_queued / 2 - context))
+    return max(0.0, whole_s - pairs_s * (num_queued - min(num_queued, TYPICAL_TOKENS)) / 2)
 
 
 def _positions(worker: Host) -> int:

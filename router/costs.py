@@ -91,8 +91,12 @@ class Costs:
     def handoff_s(self, prefill: WorkerAddress, decode: WorkerAddress, num_bytes: int) -> float:
         """From the end of the prefill until D can run; ``num_bytes`` have not moved by then."""
         p, d = (prefill.worker_id, prefill.incarnation), (decode.worker_id, decode.incarnation)
-        cost = self.handoffs.get((p, d)) or self.handoffs_of.get(d, _DEFAULT_HANDOFF)
-        return cost.handoff_s(num_bytes)
+        law = self.handoffs.get((p, d)) or self.usual_handoff(decode)
+        return law.handoff_s(num_bytes)
+
+    def usual_handoff(self, decode: WorkerAddress) -> HandoffLaw:
+        """From a prefill worker of which D has measured nothing."""
+        return self.handoffs_of.get((decode.worker_id, decode.incarnation), _DEFAULT_HANDOFF)
 
     def local_prefill_s(
         self,

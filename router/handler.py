@@ -379,6 +379,8 @@ def _policy_settings(config: ClusterConfig) -> PolicySettings:
         policy=settings.policy,
         projected_tokens=config.worker.projected_tokens,
         weights=Weights(gap=even.gap_weight, itl=even.itl_weight),
+        held_fraction=config.transfer.held_fraction,
+        distance_s=settings.distance_s,
         explore=even.explore,
         seed=even.seed,
         fallback=settings.fallback,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from core.clock import Clock
 from core.ids import GatewayId, Incarnation, PlacementId, WorkerId
-from core.types import PlaceRequest, WorkerAddress, WorkerStatus
+from core.types import PlaceRequest, WorkerAddress, WorkerRegistration, WorkerStatus
 from router.policy import Candidate, Path
 
 ARRIVAL_S = 0.25
@@ -130,8 +130,8 @@ class LoadBook:
     def reserve(self, placement_id: PlacementId, request: PlaceRequest, path: Path) -> None:
         """Note a placement just made."""
         now = self._clock.now()
-        decode = _key(path.decode)
-        prefill = _key(path.prefill) if path.prefill is not None and not path.is_held else decode
+        decode = path.decode.key
+        prefill = path.prefill.key if path.prefill is not None and not path.is_held else decode
         num_new = 0 if path.is_held else request.num_prompt_tokens - path.num_cached_tokens
         num_projected = request.num_prompt_tokens + min(request.max_new_tokens, self._projected_tokens)
         self._reservations[placement_id] = Reservation(
@@ -231,14 +231,17 @@ class LoadBook:
             held_blocks=load.held_bytes // max(1, registration.block_bytes),
             num_transfers=load.num_transfers,
             is_refusing=is_refusing,
+            place=place_of(registration),
             broken_pairs=frozenset(load.broken_pairs),
         )
         self._known[key] = _Known(worker, extra, num_placed, candidate)
         return candidate
 
 
-def _key(candidate: Candidate) -> WorkerKey:
-    return candidate.address.worker_id, candidate.address.incarnation
+def place_of(registration: WorkerRegistration) -> tuple[str, str, str]:
+    """Zone, rack and host, by its labels; without a label ``host`` it is where the process says it runs."""
+    labels = dict(registration.labels)
+    return labels.get("zone", ""), labels.get("rack", ""), labels.get("host", registration.hostname)
 
 
 def address_of(worker: WorkerStatus) -> WorkerAddress:

@@ -1,5 +1,7 @@
 """Places one request on the cell as it is now: snapshot, policy, reservation. Never waits."""
 
+from collections.abc import Mapping
+
 from core.errors import ModelNotFound
 from core.ids import new_handoff_id, new_placement_id
 from core.types import (
@@ -25,7 +27,7 @@ from router.policy import (
     lack_of_path,
 )
 from router.pools import PoolBook
-from router.prefix_index import PrefixIndex
+from router.prefix_index import PrefixIndex, WorkerKey
 from router.registry import Registry
 from router.room import Room, RoomLimits
 
@@ -78,7 +80,8 @@ class Placer:
     def place_now(self, request: PlaceRequest) -> Placement | Shortfall:
         """A placement with its reservation made, or what is missing. Raises ModelNotFound."""
         self.check_model(request.model)
-        choice = self._choose(request, self.snapshot(request))
+        snapshot = self.snapshot(request)
+        choice = self._choose(request, snapshot)
         if isinstance(choice, Shortfall):
             return choice
         path = choice.path
@@ -95,7 +98,7 @@ class Placer:
             reason=choice.reason,
         )
         self._load.reserve(placement.placement_id, request, path)
-        self._expect_prefix(request, path, placement.prediction.ttft_s)
+        self._expect_prefix(request, path, snapshot.overlaps, placement.prediction.ttft_s)
         return placement
 
     def _choose(self, request: PlaceRequest, snapshot: Snapshot) -> Choice | Shortfall:
@@ -110,11 +113,13 @@ class Placer:
             return other
         return Shortfall(lack=Lack.NO_ROOM, message=room.message(), ttft_s=choice.prediction.ttft_s)
 
-    def _expect_prefix(self, request: PlaceRequest, path: Path, ttft_s: float) -> None:
+    def _expect_prefix(
+        self, request: PlaceRequest, path: Path, overlaps: Mapping[WorkerKey, int], ttft_s: float
+    ) -> None:
         """The prompt's blocks will be with both workers: a burst with one new prefix is not scattered."""
         readers = (path.decode,) if path.prefill is None or path.is_held else (path.prefill, path.decode)
-        keys = [(worker.address.worker_id, worker.address.incarnation) for worker in readers]
-        self._prefixes.expect(keys, request.block_hashes, for_s=CONFIRM_FACTOR * ttft_s + CONFIRM_S)
+        new = request.block_hashes[min(overlaps.get(worker.key, 0) for worker in readers) :]
+        self._prefixes.expect([worker.key for worker in readers], new, for_s=CONFIRM_FACTOR * ttft_s + CONFIRM_S)
 
     def check_model(self, name: str) -> None:
         """A model is known when it is configured (its workers may still come) or when a worker serves it."""

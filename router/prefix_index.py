@@ -135,7 +135,9 @@ class PrefixIndex:
         held, expected = self._masks.get, self._expected.get
         left = sum(workers)
         for number, block_hash in enumerate(hashes):
-            still = left & (held(block_hash, 0) | expected(block_hash, 0))
+            still = left & held(block_hash, 0)
+            if still != left:
+                still |= left & expected(block_hash, 0)
             if still != left:
                 if number:
                     found |= {workers[bit]: number for bit in _bits(left ^ still)}

@@ -119,6 +119,7 @@ def make_candidate(
     queued_prompt_tokens: int = 0,
     num_requests: int = 0,
     num_placed: int = 0,
+    **more: object,
 ) -> Candidate:
     return Candidate(
         address=WorkerAddress(worker_id=WorkerId(name), incarnation=Incarnation(incarnation), address=f"{name}:1"),
@@ -135,4 +136,5 @@ def make_candidate(
         queued_prompt_tokens=queued_prompt_tokens,
         num_requests=num_requests,
         num_placed=num_placed,
+        **more,  # type: ignore[arg-type]
     )
