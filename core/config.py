@@ -438,6 +438,8 @@ class WorkerConfig(_Section):
     drain_s: float = Field(default=30, ge=0)
     projected_tokens: int = Field(default=256, ge=1)
     """Answer length for which a decode worker reserves room when the caller allows more."""
+    labels: dict[Literal["zone", "rack", "host"], str] = Field(default_factory=dict)
+    """Where a worker runs, for placing near pairs. Without ``host`` it is the machine's name."""
     pin_threads: bool = True
 
 

@@ -369,6 +369,7 @@ class Worker:
             http_address=http_address,
             pid=os.getpid(),
             hostname=socket.gethostname(),
+            labels=tuple(sorted(context.config.worker.labels.items())),
             num_blocks=limits.num_blocks,
             block_bytes=context.geometry.block_bytes,
             max_sequences=limits.max_sequences,

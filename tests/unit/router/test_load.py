@@ -1,11 +1,13 @@
 """The router's estimates: what a report cannot contain yet, and how it is given back."""
 
+from dataclasses import replace
+
 import pytest
 
 from core.clock import ManualClock
 from core.ids import GatewayId, Incarnation, PlacementId
 from core.types import Role, WorkerState
-from router.load import LoadBook
+from router.load import LoadBook, place_of
 from router.policy import Candidate, Choice, PolicySettings, Snapshot, decide
 from router.registry import LivenessTimes, Membership, Registry
 from tests.unit.router.builders import make_load, make_registration, make_request
@@ -115,3 +117,16 @@ def test_turns_are_counted_for_each_incarnation(cell: Cell) -> None:
     assert cell.candidate("d0").num_placed == 2
     cell.members["d0"] = cell.registry.join(make_registration("d0", 2))
     assert cell.candidate("d0").num_placed == 0
+
+
+def test_where_a_worker_is_comes_from_its_labels_and_its_hostname(cell: Cell) -> None:
+    assert cell.candidate("p0").place == ("", "", "here")
+    labels = (("rack", "r1"), ("zone", "z1"))
+    assert place_of(replace(make_registration("d1"), labels=labels)) == ("z1", "r1", "here")
+    assert place_of(replace(make_registration("d1"), labels=(*labels, ("host", "node-7")))) == ("z1", "r1", "node-7")
+
+
+def test_what_a_worker_holds_and_fetches_is_part_of_its_load(cell: Cell) -> None:
+    cell.report("p0", held_bytes=5 * 1024)
+    cell.report("d0", num_transfers=3)
+    assert cell.candidate("p0").held_blocks == 5 and cell.candidate("d0").num_transfers == 3
