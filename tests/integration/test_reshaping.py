@@ -43,7 +43,7 @@ async def reshape(path: Path, num_changes: int, *, seed: int, drain_s: float) ->
     assert load.num_answered > 0
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 async def test_some_changes_of_shape_cost_no_request_and_no_token(tmp_path: Path) -> None:
     await reshape(tmp_path, 4, seed=2, drain_s=0.5)
 

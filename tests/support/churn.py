@@ -24,9 +24,9 @@ PROMPTS = (
     "Water boils at a lower temperature on a mountain because " * 12,
 )
 SETTINGS: tuple[dict[str, Any], ...] = (
-    {"max_tokens": 40},
+    {"max_tokens": 32},
     {"max_tokens": 24, "temperature": 1.0, "seed": 7},
-    {"max_tokens": 32, "temperature": 0.8, "seed": 11, "n": 2},
+    {"max_tokens": 24, "temperature": 0.8, "seed": 11, "n": 2},
 )
 SETTLE_S = 240.0
 
@@ -47,8 +47,8 @@ class Load:
 
     async def learn(self) -> None:
         """The answers of the quiet cluster."""
-        for number in range(len(PROMPTS) * len(SETTINGS)):
-            self.expected[number] = await self._ask(number)
+        numbers = range(len(PROMPTS) * len(SETTINGS))
+        self.expected = dict(zip(numbers, await asyncio.gather(*map(self._ask, numbers)), strict=True))
 
     async def _ask(self, number: int) -> list[list[int]]:
         prompt, settings = PROMPTS[number % len(PROMPTS)], SETTINGS[number // len(PROMPTS)]
