@@ -16,10 +16,8 @@ from tests.support.cluster import MODEL, ProcessCluster
 pytestmark = pytest.mark.processes
 
 POOLS = (
-    "models.0.pools.prefill.replicas=2",
-    "models.0.pools.decode.replicas=2",
-    "worker.pin_threads=false",
-    "router.mode=split",
+    *("models.0.pools.prefill.replicas=2", "models.0.pools.decode.replicas=2", "router.mode=split"),
+    *("worker.pin_threads=false", "router.placement_wait_s=300"),  # a slow machine takes long to start a worker
 )
 
 

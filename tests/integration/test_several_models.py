@@ -43,7 +43,13 @@ async def test_two_models_are_served_scaled_drained_and_flipped_independently(
 ) -> None:
     write_folder(tmp_path / TINY, config={**CONFIG, "max_position_embeddings": 2048})
     second = (f"models.1.path={tmp_path / TINY}", f"models.1.name={TINY}", "models.1.max_context=2048")
-    settings = (*second, "models.1.kv.num_blocks=200", "worker.pin_threads=false", "worker.drain_s=0.5")
+    settings = (
+        *second,
+        "models.1.kv.num_blocks=200",
+        "worker.pin_threads=false",
+        "worker.drain_s=0.5",
+        "router.placement_wait_s=300",
+    )
     async with ProcessCluster(tmp_path, *settings, is_kept=True) as cluster:
         router = cluster.config.router.listen
         expected = await answers(cluster)
