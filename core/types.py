@@ -570,7 +570,7 @@ class WorkerStatus:
     @property
     def final_role(self) -> Role | None:
         """Of the pool in which it will be once what was asked of it is done; None: in no pool."""
-        if self.state is WorkerState.DRAINING:
+        if WorkerState.DRAINING in (self.state, self.load.state) or self.next_role is not None:
             return self.next_role
         return self.registration.role
 

@@ -176,6 +176,9 @@ def test_a_worker_that_flips_is_counted_where_it_goes(registry: Registry) -> Non
     assert registry.workers()[0].final_role is Role.DECODE
     registry.order(WorkerId("d0"), WorkerCommand(kind=CommandKind.FLIP, role=Role.PREFILL))
     assert registry.workers()[0].final_role is Role.PREFILL
+    registry.part(membership)
+    assert (registry.workers()[0].state, registry.workers()[0].final_role) == (WorkerState.SUSPECT, Role.PREFILL)
+    registry.join(make_registration())
     registry.order(WorkerId("d0"), DRAIN)
     assert registry.workers()[0].final_role is None
 
