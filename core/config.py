@@ -238,6 +238,9 @@ class LimitsConfig(_Section):
     """Deadline of a request, all attempts together."""
     slow_reader_s: float = Field(default=30, gt=0)
     """How long the client of a stream may read nothing while there is more for it; then its request is aborted."""
+    stream_keep_alive_s: float = Field(default=15, gt=0)
+    """A stream that has nothing to say for so long says so by a comment: proxies cut what is silent. It begins with the
+    first one: an error after it is told inside the stream."""
     max_attempts: int = Field(default=4, ge=1, le=100)
     max_requests: int = Field(default=1024, ge=1)
     """Requests one gateway process works on at once; more are refused."""

@@ -7,26 +7,41 @@ from gateway.answers import Answer
 from gateway.edge import Exchange
 from gateway.http import DIRECT_WRITER, ClientStalled, Scope, Send, Writer, end_events, send_event, start_events
 
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment: clients skip it."""
+
 
 class EventStream:
     """Sends an answer while it grows. The status line waits for the first tokens, so that an error before them has a
-    true status.
+    true status; but not for longer than `keep_alive_s`, and a pause that long is filled by a comment.
 
     ::
 
-        silent --first delta--> writing --------- nothing new ----> idle --delta--> idle (written at once) | writing
+        silent --delta or comment--> writing ---- nothing new ---> idle --delta--> idle (written at once) | writing
                                    | the client has not read for `patience_s`
                                    '--> ClientStalled: the connection is aborted
     """
 
-    def __init__(self, exchange: Exchange, scope: Scope, send: Send, answer: Answer, *, patience_s: float) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        scope: Scope,
+        send: Send,
+        answer: Answer,
+        *,
+        patience_s: float,
+        keep_alive_s: float,
+    ) -> None:
         self._exchange = exchange
         self._send = send
         self._answer = answer
         self._patience_s = patience_s
+        self._keep_alive_s = keep_alive_s
         self._writer: Writer | None = scope.get("extensions", {}).get(DIRECT_WRITER)
         self._news = asyncio.Event()
         self._is_idle = False
+        self._has_written = False
+        """Since the last look, past this task."""
         answer.on_change = self._on_change
 
     async def run(self, work: Coroutine[object, object, None]) -> None:
@@ -36,8 +51,11 @@ class EventStream:
         try:
             while not working.done():
                 self._is_idle = self._exchange.is_stream
-                await self._news.wait()
+                is_silent = not await self._has_news()
                 self._is_idle = False
+                if is_silent:
+                    await self._begin()
+                    await self._patiently(send_event(self._send, KEEP_ALIVE))
                 await self._flush()
             working.result()
         finally:
@@ -47,6 +65,18 @@ class EventStream:
         await self._flush()
         await self._patiently(end_events(self._send, self._answer.closing()))
 
+    async def _has_news(self) -> bool:
+        """Waits for them; false when nothing was sent for too long."""
+        while True:
+            self._has_written = False
+            try:
+                async with asyncio.timeout(self._keep_alive_s):
+                    await self._news.wait()
+                return True
+            except TimeoutError:
+                if not self._has_written:
+                    return False
+
     def _on_change(self) -> None:
         """While nothing waits to be sent, a delta needs no task to be woken."""
         writer = self._writer
@@ -54,6 +84,7 @@ class EventStream:
             frames = self._answer.frames()
             if frames:
                 writer.write(frames)
+                self._has_written = True
         else:
             self._news.set()
 
@@ -62,12 +93,16 @@ class EventStream:
         if not self._answer.has_changed:
             return
         frames = self._answer.frames()
+        await self._begin()
+        if frames:
+            await self._patiently(send_event(self._send, frames))
+
+    async def _begin(self) -> None:
+        """The status line, once."""
         if not self._exchange.is_stream:
             self._exchange.is_stream = True
             self._exchange.failure = self._answer.failure
             await start_events(self._send)
-        if frames:
-            await self._patiently(send_event(self._send, frames))
 
     async def _patiently(self, sending: Coroutine[object, object, None]) -> None:
         try:

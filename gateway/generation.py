@@ -185,8 +185,16 @@ class Generation:
                 else all_or_none([self._pipeline.generate(run) for run in runs])
             )
             if job.stream:
-                patience_s = self._limits.slow_reader_s
-                await EventStream(exchange, scope, send, answer, patience_s=patience_s).run(work)
+                limits = self._limits
+                stream = EventStream(
+                    exchange,
+                    scope,
+                    send,
+                    answer,
+                    patience_s=limits.slow_reader_s,
+                    keep_alive_s=limits.stream_keep_alive_s,
+                )
+                await stream.run(work)
             else:
                 await work
                 await send_bytes(send, 200, answer.whole())

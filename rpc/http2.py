@@ -29,6 +29,7 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _FRAME = struct.Struct(">HBBBL")  # length in two parts, type, flags, stream
 _SETTING = struct.Struct(">HL")
 _LONG = struct.Struct(">L")
+_GOAWAY_START = struct.Struct(">LL")
 _MAX_FRAME = 1 << 14
 _MAX_STREAM = (1 << 31) - 1
 _MAX_HEADERS = 1 << 16
@@ -217,7 +218,8 @@ class Connection(asyncio.Protocol):
             if not flags & _ACK:
                 self._take_settings(payload)
         elif kind == _GOAWAY:
-            self._take_goaway(_LONG.unpack_from(payload)[0] & _MAX_STREAM)
+            last, code = _GOAWAY_START.unpack_from(payload)
+            self._take_goaway(last & _MAX_STREAM, code, payload[_GOAWAY_START.size :])
         elif kind == _PUSH_PROMISE:
             raise _Malformed("a promise that nobody asked for")
 
@@ -272,13 +274,13 @@ class Connection(asyncio.Protocol):
             unsent.window += num_bytes
             self._send(number, unsent)
 
-    def _take_goaway(self, last: int) -> None:
+    def _take_goaway(self, last: int, code: int, why: bytes) -> None:
         """The peer takes no more streams. Those behind its last one it has not looked at."""
         self._is_leaving = True
         for number in [number for number in self._streams if number > last]:
             stream = self._forget(number)
             if stream is not None:
-                stream.on_broken("it is going away")
+                stream.on_broken(f"it is going away ({code} {why[:100].decode('ascii', 'replace')})")
         self._close_if_left()
 
     # -- sending ------------------------------------------------------------------------------------------------------

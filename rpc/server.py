@@ -43,8 +43,8 @@ SERVER_OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 500),  # keepalive pings of idle streams are welcome
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.keepalive_time_ms", 5000),  # a peer that vanished without a FIN is noticed, its calls are cancelled
-    ("grpc.keepalive_timeout_ms", 5000),
-    ("grpc.http2.ping_timeout_ms", 5000),  # what really ends a hung peer's calls; 60 s by default
+    ("grpc.keepalive_timeout_ms", 10_000),  # our clients answer on their event loop, which may be held up
+    ("grpc.http2.ping_timeout_ms", 10_000),  # what really ends a hung peer's calls; 60 s by default
     ("grpc.keepalive_permit_without_calls", 1),
 )
 

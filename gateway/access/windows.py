@@ -28,7 +28,7 @@ class Reading:
     limit: int
     remaining: int
     reset_s: float
-    """Until all of it is free again, if nothing more is taken."""
+    """Until all of it is free again, if nothing more is taken. At most a window: what weighs longer weighs little."""
     minute: int
     wait_s: float | None = None
     """Nothing was taken: how long until it can be; None: it was taken (or only looked at)."""
@@ -129,6 +129,6 @@ def _light_at(before: int, room: int) -> float:
 
 
 def _reading(limit: int, now: int, before: int, minute: int, passed: float, *, wait_s: float | None = None) -> Reading:
-    reset_s = PERIOD_S * (2 - passed) if now > 0 else PERIOD_S * (1 - passed) if before > 0 else 0.0
+    reset_s = float(PERIOD_S) if now > 0 else PERIOD_S * (1 - passed) if before > 0 else 0.0
     remaining = min(max(limit - _weight(now, before, passed), 0), limit)
     return Reading(limit=limit, remaining=remaining, reset_s=reset_s, minute=minute, wait_s=wait_s)

@@ -135,3 +135,31 @@ async def test_a_stream_over_a_socket_equals_the_one_without(open_site: OpenSite
         assert "".join(one["text"] for one in parts) == SAID
         assert [one["finish_reason"] for one in parts][-1] == "length"
     assert texts(plain)
+
+
+async def test_a_stream_that_waits_says_that_it_is_alive(open_site: OpenSite) -> None:
+    """Before the first token and in a pause; what the client reads of the answer is the same."""
+    async with open_site(script(), limits={"stream_keep_alive_s": 0.02}) as site:
+        for name in ("admit", "token-3"):
+            site.cluster.hold(name)
+        call = site.client.start("POST", TEXT, body())
+        await call.until(b": keep-alive\n\n: keep-alive\n\n")
+        assert (call.reply.status, call.reply.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+        site.cluster.release("admit")
+        await call.until(b'"finish_reason":null}]}\n\n: keep-alive')
+        site.cluster.release("token-3")
+        reply = await call.end()
+    reply.body = reply.body.replace(b": keep-alive\n\n", b"")
+    assert "".join(texts(reply.events())) == SAID
+
+
+async def test_an_error_after_a_sign_of_life_is_told_in_the_stream(open_site: OpenSite) -> None:
+    limits = {"stream_keep_alive_s": 0.02, "request_timeout_s": 0.3}
+    async with open_site(script(), limits=limits) as site:
+        site.cluster.hold("admit")
+        reply = await site.client.start("POST", TEXT, body()).end()
+    assert reply.status == 200
+    reply.body = reply.body.replace(b": keep-alive\n\n", b"")
+    failure, done = reply.events()
+    assert failure["error"]["type"] == "timeout_error"
+    assert done == "[DONE]"
