@@ -38,6 +38,11 @@ def split_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def _has_port(address: str) -> bool:
+    """An IPv6 address without a port has colons too, and ends with a bracket."""
+    return ":" in address and not address.endswith("]")
+
+
 def _is_loopback(host: str) -> bool:
     """Only what is certain: a name other than localhost may resolve to anything, now or later."""
     try:
@@ -436,14 +441,30 @@ class WorkerConfig(_Section):
     """What every worker process shares."""
 
     host: str = "127.0.0.1"
-    """Address that workers bind and advertise."""
+    """Address that workers bind."""
     port: int = Field(default=0, ge=0, le=65535)
+    advertise: str = "auto"
+    """How others reach a worker's gRPC port where that is not what it binds (NAT, a proxy): HOST, with the port that is
+    bound, or HOST:PORT. ``auto``: as bound."""
     drain_s: float = Field(default=30, ge=0)
     projected_tokens: int = Field(default=256, ge=1)
     """Answer length for which a decode worker reserves room when the caller allows more."""
     labels: dict[Literal["zone", "rack", "host"], str] = Field(default_factory=dict)
     """Where a worker runs, for placing near pairs. Without ``host`` it is the machine's name."""
     pin_threads: bool = True
+
+    @field_validator("advertise")
+    @classmethod
+    def _advertise(cls, value: str) -> str:
+        if value.startswith("0.0.0.0") or value.startswith("[::]"):
+            raise ValueError(f"{value!r} is no address that others can dial: name this machine's")
+        return _check_listen(value) if _has_port(value) else value
+
+    def advertised(self, bound: str) -> str:
+        """What others dial, of a worker that is bound to ``bound``."""
+        if self.advertise == "auto":
+            return bound
+        return self.advertise if _has_port(self.advertise) else f"{self.advertise}:{split_address(bound)[1]}"
 
 
 class RayConfig(_Section):

@@ -7,6 +7,7 @@ transition. With no actions configured a hit is one dict lookup. Actions (config
 ``pause:S``      wait S seconds or until disarmed  ``once:ACTION`` only the first time
 ``after:N:ACTION``     from hit N+1 on
 ``when:PATH:ACTION``   only if the file PATH exists, which is removed: armed from outside, over restarts
+``hold:PATH``          write who is here into the file PATH, and wait while it exists: let go from outside
 """
 
 import asyncio
@@ -15,10 +16,12 @@ import signal
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 from core.errors import ConfigError, error_from_slug
 
 _POLL_S = 0.005
+_HOLD_S = 3600.0
 
 
 class Failpoints:
@@ -42,46 +45,57 @@ class Failpoints:
         with self._lock:
             return self._hits.get(name, 0)
 
-    def hit(self, name: str) -> None:
-        """For threads: may raise, sleep or kill."""
-        until = time.monotonic() + self._fire(name)
-        while name in self._actions and (left := until - time.monotonic()) > 0:
+    def hit(self, name: str, who: str = "") -> None:
+        """For threads: may raise, sleep or kill. ``who`` is what is held here, such as a request id."""
+        seconds, path = self._fire(name, who)
+        until = time.monotonic() + seconds
+        while (left := self._left_s(name, until, path)) > 0:
             time.sleep(min(_POLL_S, left))
 
-    async def reach(self, name: str) -> None:
+    async def reach(self, name: str, who: str = "") -> None:
         """For coroutines: the same without blocking the loop."""
-        until = time.monotonic() + self._fire(name)
-        while name in self._actions and time.monotonic() < until:
+        seconds, path = self._fire(name, who)
+        until = time.monotonic() + seconds
+        while self._left_s(name, until, path) > 0:
             await asyncio.sleep(_POLL_S)
 
-    def _fire(self, name: str) -> float:
-        if name not in self._actions:
+    def _left_s(self, name: str, until: float, path: str) -> float:
+        if name not in self._actions or (path and not os.path.exists(path)):
             return 0.0
+        return until - time.monotonic()
+
+    def _fire(self, name: str, who: str) -> tuple[float, str]:
+        """How long to wait, and the file whose end ends it before (empty: none)."""
+        if name not in self._actions:
+            return 0.0, ""
         with self._lock:
             action = self._actions.get(name, "")
             count = self._hits[name] = self._hits.get(name, 0) + 1
-        return self._perform(name, action, count)
+        return self._perform(name, action, count, who)
 
-    def _perform(self, name: str, action: str, count: int) -> float:
+    def _perform(self, name: str, action: str, count: int, who: str) -> tuple[float, str]:
         kind, _, argument = action.partition(":")
         if kind == "once":
-            return self._perform(name, argument, count) if count == 1 else 0.0
+            return self._perform(name, argument, count, who) if count == 1 else (0.0, "")
         if kind == "after":
             after, _, rest = argument.partition(":")
-            return self._perform(name, rest, count) if count > int(after) else 0.0
+            return self._perform(name, rest, count, who) if count > int(after) else (0.0, "")
         if kind == "when":
             path, _, rest = argument.partition(":")
             try:
                 os.unlink(path)  # atomic: of several processes one acts
             except FileNotFoundError:
-                return 0.0
-            return self._perform(name, rest, count)
+                return 0.0, ""
+            return self._perform(name, rest, count, who)
         if kind == "pause":
-            return float(argument)
+            return float(argument), ""
+        if kind == "hold":
+            Path(argument).write_text(f"{name} {who}\n")
+            return _HOLD_S, argument
         if kind == "error":
             raise error_from_slug(argument, f"failpoint {name}")
         if kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if kind:
             raise ConfigError(f"failpoint {name}: unknown action {action!r}")
-        return 0.0
+        return 0.0, ""

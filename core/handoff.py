@@ -264,7 +264,15 @@ class Ended:
     message: str
 
 
-ToHolder = Hello | Open | Claim | Renew | Release | AbortHandoff
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryRead:
+    """D has tried to read P's canary over its link: P waits for it before it says that it is ready."""
+
+    error: str = ""
+    """Empty: what was read is what it should be."""
+
+
+ToHolder = Hello | Open | Claim | Renew | Release | AbortHandoff | CanaryRead
 """What D sends to P."""
 
 ToReader = Welcome | Ready | Sealed | Refused | Ended

@@ -537,6 +537,8 @@ class WorkerLoad:
 class CommandKind(StrEnum):
     JOINED = "joined"
     """The first command: the registration was taken."""
+    PEERS = "peers"
+    """The peers have changed."""
     DRAIN = "drain"
     """Finish, then leave."""
     FLIP = "flip"
@@ -553,6 +555,8 @@ class WorkerCommand:
     reason: str = ""
     role: Role | None = None
     """Of a flip: the role to take."""
+    peers: tuple[WorkerAddress, ...] = ()
+    """With JOINED and PEERS: the live workers of the other role whose KV has this worker's format."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

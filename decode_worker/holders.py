@@ -15,7 +15,7 @@ canary was read again. The router hears of it and places elsewhere.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from contextlib import aclosing, contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from core.errors import BackendFailed, Blame, PeerLost, ServingError, error_from_slug
 from core.handoff import (
     AbortHandoff,
+    CanaryRead,
     Claim,
     Ended,
     HandoffOutcome,
@@ -54,6 +55,8 @@ log = logging.getLogger(__name__)
 
 _MAX_PROBES = 10
 """That fail, of one incarnation; they take some minutes. Then it is forgotten, as one that is gone."""
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.1, 2.0
+"""Between tries to read the canary of a peer that is new."""
 
 
 class HandoffStream(Protocol):
@@ -195,6 +198,10 @@ class Holder:
     ) -> None:
         self._send(Release(handoff_id=handoff_id, lease=lease, attempt=attempt, outcome=outcome, num_bytes=num_bytes))
 
+    def tell_canary(self, error: str) -> None:
+        """What became of reading it, or of the last try to; empty if it was good."""
+        self._send(CanaryRead(error=error))
+
     @property
     def is_lost(self) -> bool:
         return self._lost is not None
@@ -273,6 +280,8 @@ class Holders:
         self._dial = dial
         self._scope = TaskScope("holders")
         self._holders: dict[Incarnation, Holder] = {}
+        self._proving: dict[Incarnation, asyncio.Task[None]] = {}
+        """Of the peers that are named now, those that are proven too."""
         self._num_dials = 0
         self._latest: dict[WorkerId, tuple[int, Incarnation]] = {}
         """Of each worker that answered: its dial that came last."""
@@ -323,6 +332,37 @@ class Holders:
             if num_probes >= _MAX_PROBES:
                 self._context.pairs.forget_circuit(worker_id, circuit)
                 return
+
+    def meet(self, peers: Iterable[WorkerAddress]) -> None:
+        """Read the canary of each new one, for as long as it is named and it did not succeed. Never waits."""
+        named = {address.incarnation: address for address in peers}
+        for incarnation in self._proving.keys() - named.keys():
+            self._proving.pop(incarnation).cancel()
+        for incarnation in named.keys() - self._proving.keys():
+            address = named[incarnation]
+            proving = self._scope.spawn(self._prove(address), name=f"prove-{address.worker_id}")
+            self._proving[incarnation] = proving
+
+    async def _prove(self, address: WorkerAddress) -> None:
+        """Both sides hear of each try. What fails here needs no circuit: until it succeeds one of the two is not ready,
+        or has another peer."""
+        pause_s, error = _FIRST_PAUSE_S, ""
+        while True:
+            holder = self.get(address)
+            if error:
+                holder.tell_canary(error)  # the stream of that try has ended with it
+            try:
+                await holder.link()
+            except ServingError as failure:
+                error = failure.message
+            else:
+                holder.tell_canary("")
+                self._context.proof.note(address.worker_id, address.incarnation, "")
+                return
+            log.info("canary not read", extra={"holder": address.worker_id, "reason": error})
+            self._context.proof.note(address.worker_id, address.incarnation, error)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
     async def _probe(self, address: WorkerAddress) -> str:
         """Empty when the canary was read, else why not."""

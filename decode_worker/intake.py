@@ -239,7 +239,7 @@ class Intake:
         )
         outcome, reason = HandoffOutcome.OK, ""
         try:
-            await context.failpoints.reach("decode.opened")
+            await context.failpoints.reach("decode.opened", request.request_id)
             link = await holder.link()
             async with self._reading(admission, link, num_held, span) as reading:
                 offer.on_ended = reading.give_up
@@ -252,7 +252,7 @@ class Intake:
                 try:
                     _check_firsts(message.first_tokens, admission)
                     self._check_grant(message.grant, admission, num_held)
-                    await context.failpoints.reach("decode.granted")
+                    await context.failpoints.reach("decode.granted", request.request_id)
                     return message, await reading.finish(message.grant)
                 finally:
                     admission.fetch = reading.result

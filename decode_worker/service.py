@@ -87,6 +87,9 @@ class DecodeRole:
     async def start(self) -> None:
         """Nothing to start: every task belongs to an admission or a holder."""
 
+    def meet(self, peers: tuple[WorkerAddress, ...]) -> None:
+        self._holders.meet(peers)
+
     def fill_load(self, load: WorkerLoad) -> WorkerLoad:
         self._serve_queue()  # blocks also come back when a transfer becomes quiet, which wakes nobody
         stats = self._transfers.stats()
@@ -128,7 +131,7 @@ class DecodeRole:
         context, asked = self._context, request.request
         context.check(asked, request.worker_incarnation)
         grammar = await context.compile_grammar(asked.sampling)
-        await context.failpoints.reach("decode.admit")
+        await context.failpoints.reach("decode.admit", asked.request_id)
         context.check_serving()  # a drain that began meanwhile may be over
         if asked.gateway_incarnation not in self._outboxes:
             raise WorkerLost("the gateway has no outputs stream here", worker_id=context.worker_id)
@@ -258,13 +261,14 @@ class DecodeRole:
                     await admission.room.wait()
                     self._tell(admission, accepted=True)
                 admission.enter(AdmissionState.RESERVED)
-                await context.failpoints.reach("decode.reserved")
+                await context.failpoints.reach("decode.reserved", asked.request.request_id)
                 firsts: tuple[FirstToken, ...] = ()
                 if asked.mode is Mode.LOCAL:
                     admission.sequences = self._intake.make_local(admission)
                 else:
                     admission.sequences, firsts = await self._intake.fetch(admission)
                 admission.unfinished = {sequence.key.choice for sequence in admission.sequences}
+                await context.failpoints.reach("decode.start", asked.request.request_id)
                 admission.enter(AdmissionState.RUNNING)
                 if admission.fetch is not None and asked.prefill is not None:
                     context.samples.add_handoff(asked.prefill, *admission.exposed_transfer())
@@ -347,6 +351,8 @@ class DecodeRole:
         if choice in admission.unread and not output.sequence.is_kept:
             outbox, is_over = None, True
             self._scope.spawn(self._stop_choice(output.sequence), name="choice-unread")
+        if is_over:
+            self._context.failpoints.hit("decode.finishing", admission.key.request_id)
         if output.sequence.is_kept:
             self._scope.spawn(self._fork(admission, is_over=is_over), name="fork")
         stream_key = admission.asked.stream_key

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from core.errors import Blame, LayoutMismatch, LeaseExpired, OutOfBlocks, ServingError, StaleLease
 from core.handoff import (
     AbortHandoff,
+    CanaryRead,
     Claim,
     Ended,
     Grant,
@@ -202,7 +203,7 @@ class Exports:
             if export is not None and export.digesting is not None:
                 await asyncio.wait({export.digesting})  # what it digests is not digested again
             made = await asyncio.to_thread(self.digests.digest, blocks, num_complete=num_complete)
-            await context.failpoints.reach("prefill.seal")
+            await context.failpoints.reach("prefill.seal", "" if export is None else export.request_id)
         except BaseException:
             self._give_back(blocks)
             raise
@@ -229,7 +230,7 @@ class Exports:
         if view.reader is not None:
             self._send_sealed(export, view.reader)
         self._give_back_early(export)
-        await context.failpoints.reach("prefill.sealed")
+        await context.failpoints.reach("prefill.sealed", export.request_id)
         return True
 
     def end(self, handoff_id: HandoffId, error: ServingError) -> bool:
@@ -317,6 +318,8 @@ class Exports:
                 self._release(connection, message)
             case AbortHandoff():
                 self._abort(connection, message)
+            case CanaryRead():
+                self._context.proof.note(connection.peer.worker_id, connection.incarnation, message.error)
             case _:
                 log.warning("unexpected hand-off message", extra={"kind": type(message).__name__})
 

@@ -46,6 +46,7 @@ from core.types import (
     PrefillReply,
     PrefillRequest,
     StageTimes,
+    WorkerAddress,
     WorkerLoad,
 )
 from engine.block_pool import Reservation
@@ -115,6 +116,9 @@ class PrefillRole:
 
     async def start(self) -> None:
         self._reaping.spawn(self.exports.reap(), name="lease-reaper")
+
+    def meet(self, peers: tuple[WorkerAddress, ...]) -> None:
+        """Nothing to do: decode workers dial, and say what they have read."""
 
     def on_step(self, result: StepResult, started_at: float, ended_at: float) -> None:
         for sequence in result.preempted:
@@ -220,7 +224,7 @@ class PrefillRole:
     async def _run(self, request: PrefillRequest, attempt: _Attempt) -> PrefillReply:
         context, asked, handoff_id = self._context, request.request, request.handoff_id
         arrived_at = time.monotonic()
-        await context.failpoints.reach("prefill.queued")
+        await context.failpoints.reach("prefill.queued", asked.request_id)
         grammar = await context.compile_grammar(asked.sampling)
         reservations = await self._wait_for_room(request, attempt)
         attempt.has_room = True
@@ -231,7 +235,7 @@ class PrefillRole:
         is_over = False
         try:
             await context.steps.call(lambda engine: engine.add(leader))
-            await context.failpoints.reach("prefill.computing")
+            await context.failpoints.reach("prefill.computing", asked.request_id)
             outputs = [await _first(attempt, leader)]
             if others:
                 if not await context.steps.call(partial(fork, leader=leader, others=others)):

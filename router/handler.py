@@ -33,6 +33,7 @@ from router.admin import Admin, RecordRing
 from router.break_even import Weights
 from router.cost_book import CostBook
 from router.gateways import GatewayBook
+from router.introductions import Introductions
 from router.load import LoadBook, Reservation
 from router.metrics import RouterMetrics
 from router.placer import Placer
@@ -66,6 +67,7 @@ class RouterHandler:
         self.http_address = ""
         self._clock = clock
         self._registry = Registry(clock, LivenessTimes.of(settings))
+        self._introductions = Introductions(self._registry, is_local=settings.mode == "local")
         self._gateways = GatewayBook(clock, timeout_s=settings.heartbeat_timeout_s)
         self._load = LoadBook(clock, projected_tokens=config.worker.projected_tokens)
         self.prefixes = PrefixIndex(clock)
@@ -209,7 +211,7 @@ class RouterHandler:
         stream = _WorkerStream(registration, self._join(registration, commands))
         reader = self._tasks.spawn(self._read(stream, messages, commands), name=f"worker-{registration.worker_id}")
         try:
-            yield WorkerCommand(kind=CommandKind.JOINED)
+            yield WorkerCommand(kind=CommandKind.JOINED, peers=self._introductions.begin(stream.membership))
             while (command := await commands.get()) is not None:
                 if isinstance(command, ServingError):
                     raise command
@@ -364,6 +366,7 @@ class RouterHandler:
                 },
             )
         if changes:
+            self._introductions.tell()
             self._room.wake()
             self._pools.wake()
 

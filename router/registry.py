@@ -203,6 +203,10 @@ class Registry:
             for _, member in sorted(self._members.items())
         )
 
+    def memberships(self) -> dict[WorkerId, Membership]:
+        """The stream of each member."""
+        return {worker_id: member.membership for worker_id, member in self._members.items()}
+
     def heard_at(self, worker_id: WorkerId) -> float:
         """When the worker's load was reported last, on the router's clock."""
         return self._members[worker_id].heard_at

@@ -229,6 +229,7 @@ TO_HOLDER = OneOf(
         handoff.Renew: "renew",
         handoff.Release: "release",
         handoff.AbortHandoff: "abort",
+        handoff.CanaryRead: "canary",
     },
 )
 TO_READER = OneOf(

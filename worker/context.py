@@ -12,13 +12,14 @@ from core.failpoints import Failpoints
 from core.ids import Incarnation, RequestId, WorkerId
 from core.kv import KVFormat, KVGeometry
 from core.telemetry import Telemetry
-from core.types import GenerateRequest, Role, SamplingParams, WorkerLoad
+from core.types import GenerateRequest, Role, SamplingParams, WorkerAddress, WorkerLoad
 from engine.engine import Engine, StepResult
 from engine.grammar import CompiledGrammar
 from kvtransfer.digest import Digester
 from kvtransfer.pairs import Pairs
 from rpc.server import RpcServer
 from worker.choices import check_choices
+from worker.proof import Proof
 from worker.samples import SampleLog
 from worker.step_thread import StepThread
 
@@ -45,6 +46,8 @@ class WorkerContext:
     """What became of hand-offs with each peer."""
     samples: SampleLog = field(default_factory=SampleLog)
     """What steps and hand-offs took."""
+    proof: Proof = field(default_factory=Proof)
+    """That a hand-off was tried out, before the worker is ready."""
     is_draining: bool = False
 
     @property
@@ -93,6 +96,9 @@ class WorkerRole(Protocol):
     def add_services(self, server: RpcServer) -> None: ...
 
     async def start(self) -> None: ...
+
+    def meet(self, peers: tuple[WorkerAddress, ...]) -> None:
+        """The live workers of the other role, each time they have changed. New ones are to be tried out."""
 
     def on_step(self, result: StepResult, started_at: float, ended_at: float) -> None:
         """On the event loop, after each step; times are ``time.monotonic``."""

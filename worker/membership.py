@@ -16,7 +16,8 @@ from rpc.clients import RouterClient
 
 log = logging.getLogger(__name__)
 
-_BACKOFF_S = (0.1, 0.2, 0.5, 1.0)
+_BACKOFF_S = (0.1, 0.2, 0.3, 0.5)
+"""A router that returns is to know its workers well within two seconds."""
 MAX_HASHES = 16_384
 """Of cached blocks in one heartbeat, 0.3 MB on the wire: those of a large cache come in several, at once one after the
 other, so that neither a message nor the router's loop is filled by one worker."""
@@ -62,8 +63,6 @@ class Membership:
                     self.is_joined = True
                     if command.kind is CommandKind.REREGISTER:
                         break
-                    if command.kind is CommandKind.JOINED:
-                        continue
                     self._on_command(command)
             except ServingError as error:
                 if self.is_joined or failures == 0:

@@ -2,8 +2,8 @@
 
 ::
 
-    STARTING --engine loaded, ports bound--> READY --SIGTERM | drain, flip--> DRAINING (worker/drain.py) --> ended
-                                               `--a thread or the membership died--> ended (exit code 1: be restarted)
+    STARTING --joined, worker/proof.py--> READY --SIGTERM | drain, flip--> DRAINING (worker/drain.py) --> ended
+                                            `--a thread or the membership died--> ended (exit code 1: be restarted)
 
 A process has one life after the other if it is flipped (worker/lives.py).
 """
@@ -208,9 +208,10 @@ class Worker:
         self.role.add_services(self._server)
         await self.role.start()
         worker = context.config.worker
-        self.address = address = await self._server.start(f"{worker.host}:{worker.port}")
+        bound = await self._server.start(f"{worker.host}:{worker.port}")
+        self.address = address = worker.advertised(bound)
         self.http_address = http_address = await self._start_probes(worker.host)
-        self.state = WorkerState.READY
+        context.proof.on_settled = self._look_ready
         self._router = RouterClient(context.config.router.listen)
         self._membership = Membership(
             self._router,
@@ -225,7 +226,7 @@ class Worker:
         self._scope.spawn(self._watch_steps(), name="watch-steps")
         if context.engine.limits.is_mock:
             log.warning("mock execution: no model is run, answers are made up", extra={"worker_id": context.worker_id})
-        log.info("worker ready", extra={"worker_id": context.worker_id, "address": address, "http": http_address})
+        log.info("worker serves", extra={"worker_id": context.worker_id, "address": address, "http": http_address})
 
     async def _start_probes(self, host: str) -> str:
         try:
@@ -309,6 +310,17 @@ class Worker:
                 log.error("cannot be flipped, leaves", extra={"worker_id": self.context.worker_id, "role": role})
                 role = None
             self.drain(reason, next_role=role)
+        elif command.kind in (CommandKind.JOINED, CommandKind.PEERS):
+            self.context.proof.meet(command.peers)
+            self.role.meet(command.peers)
+
+    def _look_ready(self) -> None:
+        """A port is not enough: peers that cannot read each other's memory would fail every request."""
+        if self.state is WorkerState.STARTING:
+            self.state = WorkerState.READY
+            log.info("worker ready", extra={"worker_id": self.context.worker_id, "address": self.address})
+            if self._membership is not None:
+                self._membership.report_now()
 
     # -- from the step thread -----------------------------------------------------------------------------------------
 
@@ -379,7 +391,7 @@ class Worker:
         )
 
     def _why_not_ready(self) -> str | None:
-        if self.state is not WorkerState.READY:
+        if self.state is WorkerState.DRAINING:
             return str(self.state)
         if not self.steps.is_alive:
             return "the step thread is dead"
@@ -389,7 +401,7 @@ class Worker:
             return "the transfer thread is dead"
         if self._membership is None or not self._membership.is_joined:
             return "not joined to the router"
-        return None
+        return self.context.proof.why_not
 
     def _render_metrics(self) -> bytes:
         self.metrics.refresh(self.load())

@@ -137,6 +137,7 @@ class StepThread:
             ended = time.monotonic()
             self.busy_s += ended - started
             self._step_started_at = None
+            self._failpoints.hit("worker.stepped")
             if result.outputs or result.num_tokens or result.num_preempted:
                 self._on_step(result, started, ended)
             else:

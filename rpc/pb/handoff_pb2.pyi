@@ -341,21 +341,29 @@ class Ended(_message.Message):
     attempt: int
     def __init__(self, handoff_id: _Optional[str] = ..., lease: _Optional[_Union[LeaseRef, _Mapping]] = ..., slug: _Optional[str] = ..., message: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
+class CanaryRead(_message.Message):
+    __slots__ = ("error",)
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    error: str
+    def __init__(self, error: _Optional[str] = ...) -> None: ...
+
 class ToHolder(_message.Message):
-    __slots__ = ("hello", "open", "claim", "renew", "release", "abort")
+    __slots__ = ("hello", "open", "claim", "renew", "release", "abort", "canary")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     CLAIM_FIELD_NUMBER: _ClassVar[int]
     RENEW_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
+    CANARY_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     open: Open
     claim: Claim
     renew: Renew
     release: Release
     abort: AbortHandoff
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., abort: _Optional[_Union[AbortHandoff, _Mapping]] = ...) -> None: ...
+    canary: CanaryRead
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., abort: _Optional[_Union[AbortHandoff, _Mapping]] = ..., canary: _Optional[_Union[CanaryRead, _Mapping]] = ...) -> None: ...
 
 class ToReader(_message.Message):
     __slots__ = ("welcome", "ready", "sealed", "refused", "ended")

@@ -24,6 +24,7 @@ class CommandKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     COMMAND_KIND_REREGISTER: _ClassVar[CommandKind]
     COMMAND_KIND_JOINED: _ClassVar[CommandKind]
     COMMAND_KIND_FLIP: _ClassVar[CommandKind]
+    COMMAND_KIND_PEERS: _ClassVar[CommandKind]
 WORKER_STATE_UNSPECIFIED: WorkerState
 WORKER_STATE_STARTING: WorkerState
 WORKER_STATE_READY: WorkerState
@@ -35,6 +36,7 @@ COMMAND_KIND_DRAIN: CommandKind
 COMMAND_KIND_REREGISTER: CommandKind
 COMMAND_KIND_JOINED: CommandKind
 COMMAND_KIND_FLIP: CommandKind
+COMMAND_KIND_PEERS: CommandKind
 
 class Empty(_message.Message):
     __slots__ = ()
@@ -349,14 +351,16 @@ class WorkerMessage(_message.Message):
     def __init__(self, registration: _Optional[_Union[WorkerRegistration, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ...) -> None: ...
 
 class WorkerCommand(_message.Message):
-    __slots__ = ("kind", "reason", "role")
+    __slots__ = ("kind", "reason", "role", "peers")
     KIND_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
     kind: CommandKind
     reason: str
     role: _common_pb2.Role
-    def __init__(self, kind: _Optional[_Union[CommandKind, str]] = ..., reason: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ...) -> None: ...
+    peers: _containers.RepeatedCompositeFieldContainer[_common_pb2.WorkerAddress]
+    def __init__(self, kind: _Optional[_Union[CommandKind, str]] = ..., reason: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., peers: _Optional[_Iterable[_Union[_common_pb2.WorkerAddress, _Mapping]]] = ...) -> None: ...
 
 class RequestStage(_message.Message):
     __slots__ = ("name", "seconds")

@@ -41,11 +41,21 @@ class Answer:
     finished: dict[int, t.FinishReason] = field(default_factory=dict)
     stages: dict[int, t.StageTimes] = field(default_factory=dict)
     failed: str = ""
+    logprobs: dict[int, list[t.TokenLogprobs]] = field(default_factory=lambda: defaultdict(list))
 
-    def take(self, choice: int, first_index: int, token_ids: tuple[int, ...], start: int) -> None:
+    def take(
+        self,
+        choice: int,
+        first_index: int,
+        token_ids: tuple[int, ...],
+        start: int,
+        logprobs: tuple[t.TokenLogprobs, ...] = (),
+    ) -> None:
         have = self.tokens[choice]
         assert first_index - start <= len(have), "a gap"
-        have += token_ids[len(have) - (first_index - start) :]
+        num_known = len(have) - (first_index - start)
+        have += token_ids[num_known:]
+        self.logprobs[choice] += logprobs[num_known:]
 
 
 class Asker:
@@ -73,7 +83,7 @@ class Asker:
                 for chunk in message.chunks:
                     key = (chunk.request_id, chunk.attempt)
                     answer = self.answers[key]
-                    answer.take(chunk.choice, chunk.first_index, chunk.token_ids, self.starts[key])
+                    answer.take(chunk.choice, chunk.first_index, chunk.token_ids, self.starts[key], chunk.logprobs)
                     if chunk.finish_reason is not None:
                         answer.finished[chunk.choice] = chunk.finish_reason
                         assert chunk.stages is not None
@@ -128,7 +138,8 @@ class Asker:
             t.PrefillRequest(request=request, handoff_id=handoff_id, worker_incarnation=self.p.context.incarnation)
         )
         for first in reply.first_tokens:
-            answer.take(first.choice, first.index, (first.token_id,), start)
+            logprobs = () if first.logprobs is None else (first.logprobs,)
+            answer.take(first.choice, first.index, (first.token_id,), start, logprobs)
             if first.finish_reason is not None:
                 answer.finished[first.choice] = first.finish_reason
         return reply

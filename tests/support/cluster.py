@@ -123,6 +123,15 @@ class ProcessCluster:
         started = [e for e in self._events if e.component == component and e.state is ComponentState.STARTED]
         return started[-1].pid
 
+    def pids(self) -> dict[str, int]:
+        """Of every component, at its last start."""
+        return {e.component: e.pid for e in self._events if e.state is ComponentState.STARTED}
+
+    def ready_pid(self, component: str) -> int | None:
+        """The last process of a component that said it serves."""
+        ready = [e.pid for e in self._events if e.component == component and e.state is ComponentState.READY]
+        return ready[-1] if ready else None
+
     def kill(self, component: str, signum: int = signal.SIGKILL) -> int:
         """Send a signal to a component's process; returns its pid."""
         pid = self.pid(component)

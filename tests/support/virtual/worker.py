@@ -51,7 +51,7 @@ class _Failpoints(Failpoints):
         super().__init__()
         self._reach = reach
 
-    async def reach(self, name: str) -> None:
+    async def reach(self, name: str, who: str = "") -> None:
         await self._reach(name)
 
 

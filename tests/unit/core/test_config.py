@@ -145,3 +145,23 @@ def test_several_gateways_with_keys_need_a_store_that_they_share() -> None:
     access["limits_store"] = "redis://127.0.0.1:1/0"
     assert parse_config({"gateway": {"processes": 2, "access": access}}).gateway.processes == 2
     assert parse_config({"gateway": {"processes": 2}}).gateway.processes == 2
+
+
+@pytest.mark.parametrize(
+    ("advertise", "dialled"),
+    [
+        ("auto", "0.0.0.0:7123"),
+        ("10.0.0.7", "10.0.0.7:7123"),
+        ("10.0.0.7:900", "10.0.0.7:900"),
+        ("[::1]", "[::1]:7123"),
+    ],
+)
+def test_a_worker_is_dialled_where_it_says(advertise: str, dialled: str) -> None:
+    worker = parse_config({"models": [{"name": "m"}], "worker": {"advertise": advertise}}).worker
+    assert worker.advertised("0.0.0.0:7123") == dialled
+
+
+@pytest.mark.parametrize("advertise", ["0.0.0.0", "10.0.0.7:port", "[::]:80"])
+def test_a_worker_advertises_what_can_be_dialled(advertise: str) -> None:
+    with pytest.raises(ConfigError, match=r"can dial|HOST:PORT"):
+        parse_config({"models": [{"name": "m"}], "worker": {"advertise": advertise}})

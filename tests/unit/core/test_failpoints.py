@@ -47,6 +47,18 @@ def test_when_acts_once_for_each_arming_and_survives_restarts(tmp_path: Path) ->
         failpoints.hit("a")
 
 
+async def test_hold_tells_who_is_there_and_lasts_until_it_is_let_go(tmp_path: Path) -> None:
+    armed, held = tmp_path / "armed", tmp_path / "held"
+    failpoints = Failpoints({"a": f"when:{armed}:hold:{held}"})
+    armed.touch()
+    task = asyncio.create_task(failpoints.reach("a", "request-7"))
+    await asyncio.sleep(0)
+    assert held.read_text() == "a request-7\n" and not task.done()
+    await failpoints.reach("a", "request-8")  # it holds the one who came when it was armed
+    held.unlink()
+    await task
+
+
 async def test_a_pause_lets_the_loop_run() -> None:
     failpoints = Failpoints({"slow": "pause:30"})
     task = asyncio.create_task(failpoints.reach("slow"))
