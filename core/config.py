@@ -92,6 +92,9 @@ class KVConfig(_Section):
     memory."""
     prefix_cache: bool = True
     """Keep complete blocks for their content; requests of one tenant that begin alike share them."""
+    prefault: bool = True
+    """Touch the pool's memory after the start, slowly, as long as half of the machine's memory stays available: the
+    first transfers into memory that nobody has touched take ten times as long."""
 
     @field_validator("num_blocks")
     @classmethod

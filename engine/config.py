@@ -37,6 +37,8 @@ class EngineConfig:
     """Law 3 bitwise: rows of a step are padded so that none depends on the others."""
     prefix_cache: bool = True
     """Keep complete blocks for their content, and share them."""
+    prefault: bool = False
+    """Touch the KV cache's memory beside the steps, from the start on (engine/prefault.py)."""
     policy: Policy = "fcfs"
     max_mixed_tokens: int = 256
     """Prompt tokens of a step in which answers advance too: what a prompt may add to the time between two tokens."""

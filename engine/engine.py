@@ -130,6 +130,8 @@ class Engine:
         self.grammars = Grammars(
             files.tokenizer(), vocab_size=self.limits.vocab_size, eos_token_ids=files.config.eos_token_ids
         )
+        if config.prefault and config.costs is None:  # mock execution leaves most of it alone
+            self.cache.prefault.start()
         self._begin(config)
 
     def _begin(self, config: EngineConfig) -> None:
@@ -174,6 +176,7 @@ class Engine:
     def close(self) -> None:
         """End what the engine runs beside its steps. No step may follow."""
         self.grammars.close()
+        self.cache.prefault.stop()
 
     # -- facts --------------------------------------------------------------------------------------------------------
 

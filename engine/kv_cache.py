@@ -14,6 +14,7 @@ from torch import Tensor
 
 from core.errors import ConfigError
 from core.kv import DTYPE_BYTES, KVGeometry, MemoryRegion
+from engine.prefault import Prefault
 
 KV_REGION = "kv"
 """The name under which the region is advertised to peers."""
@@ -50,7 +51,7 @@ def num_blocks_for(shape: KVShape, *, memory_bytes: int, min_tokens: int) -> int
 
 
 class KVCache:
-    """Owns the memory. It starts as zeros and is touched page by page as blocks are first written."""
+    """Owns the memory. It starts as zeros and is touched page by page as blocks are first written, or before."""
 
     def __init__(self, shape: KVShape, num_blocks: int) -> None:
         self.geometry = KVGeometry(
@@ -79,6 +80,8 @@ class KVCache:
         )
         self.region = MemoryRegion(name=KV_REGION, address=self.tensor.data_ptr(), num_bytes=num_bytes)
         assert self.region.address % mmap.PAGESIZE == 0
+        self.prefault = Prefault(self._memory, self.region.address)
+        """Not started."""
         is_half = shape.dtype == "bfloat16"
         self.array: npt.NDArray[np.float32 | np.uint16] = (
             self.tensor.view(torch.uint16) if is_half else self.tensor

@@ -36,6 +36,7 @@ class WorkerMetrics:
 
         self._own = own
         self._blocks = gauge("kv_blocks", "KV blocks by kind", "kind")
+        self._touched = gauge("kv_prefault_bytes", "KV memory that was touched before use")
         self._running = gauge("requests_running", "Sequences in the batch")
         self._waiting = gauge("requests_waiting", "Requests waiting in this worker")
         self._received = gauge("kv_received_bytes", "KV bytes read from prefill workers since start", "backend")
@@ -70,6 +71,7 @@ class WorkerMetrics:
         blocks = load.blocks
         for kind in ("custody", "in_use", "leased", "cached", "free", "reserved"):
             self._blocks.labels(**self._own, kind=kind).set(getattr(blocks, kind))
+        self._touched.labels(**self._own).set(self._engine.cache.prefault.touched_bytes)
         self._running.labels(**self._own).set(load.num_running)
         self._waiting.labels(**self._own).set(load.num_waiting)
         for backend, num_bytes in load.kv_bytes_received:

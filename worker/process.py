@@ -437,6 +437,7 @@ def engine_config(model: ModelConfigSection, role: Role) -> EngineConfig:
         kv_dtype=model.kv.dtype,
         invariant=model.invariant,
         prefix_cache=model.kv.prefix_cache,
+        prefault=model.kv.prefault,
         policy=pool.policy,
         max_mixed_tokens=pool.max_mixed_tokens,
         costs=read_costs(costs) if isinstance(costs, str) else costs,

@@ -31,6 +31,7 @@ SMALL = (
     "router.mode=split",
     "router.heartbeat_timeout_s=2",
     "models.0.kv.num_blocks=400",
+    "models.0.kv.prefault=false",
     "worker.drain_s=3",
 )
 """Settings that make a cluster quick to start, small and quick to notice things."""
