@@ -15,7 +15,8 @@ from core.telemetry import Telemetry
 from core.types import ChoiceProgress, FinishReason, GenerateRequest
 from gateway.access.gate import Gate
 from gateway.access.reservations import Demand
-from gateway.answers import Answer, CompletionAnswer
+from gateway.answers import Answer
+from gateway.completion_answer import CompletionAnswer
 from gateway.edge import Exchange
 from gateway.event_stream import EventStream
 from gateway.fields import UnknownFields

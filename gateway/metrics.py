@@ -80,9 +80,19 @@ class GatewayMetrics:
             ("reason",),
             registry=registry,
         )
+        self._store_failures = Counter(
+            name("access_store_failures"),
+            "Calls that a store of keys, usage or limits failed.",
+            ("store", "kind"),
+            registry=registry,
+        )
         self._stage = cache(
             Counter(name("stage_seconds"), "Where the time went.", ("model", "stage"), registry=registry).labels
         )
+
+    def observe_store_failure(self, store: str, kind: str) -> None:
+        """Counts a call that the store of access (``database`` or ``limits``) did not answer as it should."""
+        self._store_failures.labels(store, kind).inc()
 
     def observe_refusal(self, reason: str) -> None:
         """Counts a request that access refused; reasons are a few words."""

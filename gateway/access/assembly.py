@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 
 from core.access_config import ADMIN_KEY, AccessConfig
 from core.clock import Clock, MonotonicClock
@@ -104,6 +105,9 @@ class KeyAccess(Access):
 
     def start(self, metrics: GatewayMetrics, on_broken: Callable[[BaseException], None]) -> None:
         self._on_refusal = metrics.observe_refusal
+        self._store.on_failure = partial(metrics.observe_store_failure, "database")
+        if self._shared is not None:
+            self._shared.on_failure = partial(metrics.observe_store_failure, "limits")
         self._scope = TaskScope("access", on_failure=on_broken)
         self._scope.spawn(self._ledger.run(self._config.usage_flush_s), name="ledger")
         if self._shared is not None:

@@ -15,7 +15,7 @@ from core.access_config import STORE_PASSWORD, AccessConfig
 from core.clock import Clock
 from core.config import read_secret
 from core.errors import ConfigError
-from gateway.access.errors import AccessUnknown, StoreAway
+from gateway.access.errors import AccessUnknown, OnStoreFailure, StoreAway, StoreFailure, nobody_hears
 from gateway.access.shared_tally import RENEW_S, SharedTally
 from gateway.access.tally import LocalTally, Tally
 from gateway.access.windows import Memory, Windows
@@ -66,6 +66,7 @@ class SharedCounters(Counters):
         url = config.limits_store.replace("valkey", "redis", 1)
         self._failures = (RedisError, OSError)
         self._timeout_s = config.store_timeout_s
+        self.on_failure: OnStoreFailure = nobody_hears
         self._redis = Redis(connection_pool=BlockingConnectionPool.from_url(url, **options))
         storage = RedisStorage(
             f"async+{url}",
@@ -80,8 +81,10 @@ class SharedCounters(Counters):
             async with asyncio.timeout(self._timeout_s):
                 return await work(self)
         except TimeoutError:
+            self.on_failure(StoreFailure.TIMEOUT)
             raise StoreAway("the store of limits", f"no answer within {self._timeout_s:g} s") from None
         except self._failures as error:
+            self.on_failure(StoreFailure.ERROR)
             raise StoreAway("the store of limits", f"{type(error).__name__}: {error}") from error
 
     async def renew(self) -> None:

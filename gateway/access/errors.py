@@ -1,5 +1,8 @@
 """What access refuses, beside the errors of `core.errors`."""
 
+from collections.abc import Callable
+from enum import StrEnum
+
 from core.errors import CapacityError, Recovery, RequestError
 
 
@@ -14,6 +17,20 @@ class AccessUnknown(CapacityError):
 
     slug = "access_store_unavailable"
     recovery = Recovery.NONE
+
+
+class StoreFailure(StrEnum):
+    """How a store failed a call that it was asked."""
+
+    TIMEOUT = "timeout"
+    ERROR = "error"
+
+
+OnStoreFailure = Callable[[StoreFailure], None]
+
+
+def nobody_hears(failure: StoreFailure) -> None:
+    pass
 
 
 class StoreAway(Exception):

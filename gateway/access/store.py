@@ -20,7 +20,7 @@ from sqlalchemy.schema import CreateIndex, CreateTable
 from core.access_config import DATABASE_PASSWORD, AccessConfig
 from core.config import read_secret
 from core.errors import ConfigError
-from gateway.access.errors import StoreAway
+from gateway.access.errors import OnStoreFailure, StoreAway, StoreFailure, nobody_hears
 from gateway.access.keys import KeyRecord, KeyTerms, hash_secret, key_text, new_key
 from gateway.access.tables import SCHEMA_VERSION, keys, metadata, schema, usage, writers
 
@@ -69,6 +69,7 @@ class AccessStore:
         self._engine = engine
         self._timeout_s = timeout_s
         self._away_until = 0.0
+        self.on_failure: OnStoreFailure = nobody_hears
         self._is_postgresql = engine.dialect.name == "postgresql"
 
     @classmethod
@@ -138,12 +139,16 @@ class AccessStore:
             async with asyncio.timeout(self._timeout_s), self._engine.begin() as connection:
                 yield connection
         except TimeoutError:
-            self._away_until = time.monotonic() + AWAY_PAUSE_S
+            self._fail(StoreFailure.TIMEOUT)
             raise StoreAway(NAME, f"no answer within {self._timeout_s:g} s") from None
         except (SQLAlchemyError, OSError) as error:
-            self._away_until = time.monotonic() + AWAY_PAUSE_S
+            self._fail(StoreFailure.ERROR)
             cause = getattr(error, "orig", None) or error
             raise StoreAway(NAME, f"{type(cause).__name__}: {cause}") from error
+
+    def _fail(self, failure: StoreFailure) -> None:
+        self._away_until = time.monotonic() + AWAY_PAUSE_S
+        self.on_failure(failure)
 
     # -- keys ---------------------------------------------------------------------------------------------------------
 

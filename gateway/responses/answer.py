@@ -7,7 +7,8 @@ import orjson
 
 from core.errors import ServingError
 from core.types import FinishReason
-from gateway.answers import ChatAnswer, Part
+from gateway.answers import Part
+from gateway.chat_answer import ChatAnswer
 from gateway.parse import Job
 from gateway.responses.conversation import ResponseRequest
 from gateway.responses.events import Fields, ResponseEvents

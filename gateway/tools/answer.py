@@ -4,7 +4,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from core.types import FinishReason
-from gateway.answers import Answer, ChatAnswer, Fields, Part
+from gateway.answers import Answer, Fields, Part
+from gateway.chat_answer import ChatAnswer
 from gateway.parse import Job
 from gateway.text import TextDelta
 from gateway.tools.output import OutputReader, OutputRules

@@ -16,7 +16,7 @@ from gateway.access.keys import KeyTerms
 from tests.support.asgi import Reply
 from tests.support.scripted import Fault, Script
 from tests.support.tiny_tokenizer import ids_of
-from tests.unit.gateway.access.conftest import OpenSite
+from tests.unit.gateway.access.conftest import OpenSite, Site
 
 PROMPT = len(ids_of("say it"))
 ANSWER = len(ids_of("hello world"))
@@ -29,6 +29,11 @@ RATE_HEADERS = [
 
 def code(reply: Reply) -> tuple[int, str]:
     return reply.status, reply.json()["error"]["code"]
+
+
+def failures(site: Site, store: str, kind: str) -> float:
+    name = "baton_gateway_access_store_failures_total"
+    return site.telemetry.registry.get_sample_value(name, {"store": store, "kind": kind}) or 0
 
 
 async def test_bug_071_a_refused_request_is_told_when_to_come_back(open_site: OpenSite) -> None:
@@ -246,6 +251,8 @@ async def test_a_key_without_limits_needs_no_store(open_site: OpenSite) -> None:
         for _ in range(3):
             assert (await site.ask(free)).status == 200
             assert code(await site.ask(limited)) == (503, "access_store_unavailable")
+        assert failures(site, "limits", "error") >= 1
+        assert failures(site, "database", "error") == 0
 
 
 @pytest.mark.parametrize(("on_loss", "status"), [("open", 200), ("closed", 503)])
@@ -261,6 +268,7 @@ async def test_a_crowd_before_a_database_that_hangs_waits_once(
         began_at = time.monotonic()
         replies = await asyncio.gather(*(site.ask(second) for _ in range(100)))
         assert time.monotonic() - began_at < 100 * HANG_S / 4
+        assert failures(site, "database", "error") + failures(site, "database", "timeout") >= 1
         blocker.close()
     assert {reply.status for reply in replies} == {status}
     assert all("retry-after" in reply.headers for reply in replies if status == 503)
