@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-BENCHES = ("cluster", "handoff", "prefix_cache", "cpu_engine", "gateway", "prefix_placement")
+BENCHES = ("cluster", "handoff", "prefix_cache", "cpu_engine", "gateway", "prefix_placement", "break_even")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -339,10 +339,13 @@ class GatewayConfig(_Section):
 class BreakEvenConfig(_Section):
     """How ``router.mode: auto`` weighs split against local."""
 
-    gap_weight: float = Field(default=0.5, ge=0)
+    gap_weight: float = Field(default=0.25, ge=0)
     """What a second of waiting for the second token is worth beside one for the first."""
     itl_weight: float = Field(default=0.1, ge=0)
     """What a second is worth by which running answers are held up, all together."""
+    ttft_slack: float = Field(default=0.08, ge=0)
+    """Both together count for no more than this share of the time to the first token: what may be given up of it to
+    spare a gap or running answers."""
     explore: float = Field(default=0.02, ge=0, le=0.5)
     """The share of requests that take the way that seems dearer (up to three times), so that its cost stays known."""
     seed: int = Field(default=0, ge=0, lt=1 << 63)

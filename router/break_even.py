@@ -43,13 +43,18 @@ class Host(Protocol):
 class Weights:
     """What a second of another kind of waiting is worth beside one of the time to the first token."""
 
-    gap: float = 0.5
+    gap: float = 0.25
     """Until the second token: the hand-off."""
     itl: float = 0.1
     """By which running answers are held up, all together."""
 
+    slack: float = 0.08
+    """Both together count for no more than this share of the time to the first token: so much of it may be given up for
+    them."""
+
     def cost_s(self, prediction: Prediction) -> float:
-        return prediction.ttft_s + self.gap * prediction.transfer_s + self.itl * prediction.itl_harm_s
+        others_s = self.gap * prediction.transfer_s + self.itl * prediction.itl_harm_s
+        return prediction.ttft_s + min(others_s, self.slack * prediction.ttft_s)
 
 
 def predict_split(
@@ -75,6 +80,8 @@ def predict_local(costs: Costs, worker: Host, *, num_tokens: int, num_cached: in
     """The worker holds ``num_cached`` of the prompt's tokens already."""
     num_rows, num_new = worker.num_requests, num_tokens - num_cached
     wait_s = queue_s(costs, worker, num_rows=num_rows)
+    if num_rows:
+        wait_s += costs.step_s(worker.address, num_rows, _positions(worker)) / 2  # of the step that runs when it comes
     prefill_s = costs.local_prefill_s(
         worker.address, num_new, num_cached, num_rows=num_rows, num_decode_positions=_positions(worker)
     )

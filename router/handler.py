@@ -81,7 +81,7 @@ class RouterHandler:
             pools=self._pools,
             costs=self._costs,
             absences=Absences(clock, after_s=settings.fallback_after_s),
-            settings=_policy_settings(config),
+            settings=policy_settings(config),
             room_limits=RoomLimits(
                 prefill_backlog_s=settings.prefill_backlog_s,
                 decode_backlog=settings.decode_backlog,
@@ -375,13 +375,14 @@ def _by_pool(sizes: tuple[PoolSize, ...]) -> dict[str, int]:
     return {f"{pool.model}/{pool.role}": pool.replicas for pool in sizes}
 
 
-def _policy_settings(config: ClusterConfig) -> PolicySettings:
+def policy_settings(config: ClusterConfig) -> PolicySettings:
+    """What the policy goes by."""
     settings, even = config.router, config.router.break_even
     return PolicySettings(
         mode=settings.mode,
         policy=settings.policy,
         projected_tokens=config.worker.projected_tokens,
-        weights=Weights(gap=even.gap_weight, itl=even.itl_weight),
+        weights=Weights(gap=even.gap_weight, itl=even.itl_weight, slack=even.ttft_slack),
         held_fraction=config.transfer.held_fraction,
         distance_s=settings.distance_s,
         explore=even.explore,
