@@ -10,6 +10,7 @@ not in it; :mod:`bench.cell` has that.
 
 import itertools
 import random
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,9 +26,10 @@ from core.types import Mode, Placement, PlaceRequest, Role, SamplingParams
 from engine.sequence import Sequence, SequenceKey
 from router.absences import Absences
 from router.cost_book import CostBook
-from router.handler import policy_settings
+from router.handler import policy_settings, room_limits
 from router.load import LoadBook
 from router.placer import Placer
+from router.policy import Lack, Shortfall
 from router.pools import PoolBook
 from router.prefix_index import PrefixIndex
 from router.registry import LivenessTimes, Membership, Registry
@@ -85,7 +87,12 @@ class VirtualCell:
             pools=PoolBook(self.timeline, self.config.models),
             absences=Absences(self.timeline, after_s=router.fallback_after_s),
             settings=policy_settings(self.config),
+            room_limits=room_limits(self.config),
         )
+        self._line: deque[Asked] = deque()
+        """Those for whom there is no room: they wait at the router, one behind the other."""
+        self._samples: list[Sample] = []
+        self._num_open = 0
         self.workers: dict[str, VirtualWorker] = {}
         """By id: ``prefill-0``, ``decode-0``, ..."""
         self._memberships: dict[tuple[WorkerId, Incarnation], Membership] = {}
@@ -98,8 +105,6 @@ class VirtualCell:
                 self._memberships[worker.key] = self.registry.join(worker.registration)
                 self._prefixes.begin(worker.key, max_blocks=worker.registration.num_blocks)
                 self._beat(worker)
-        self._samples: list[Sample] = []
-        self._num_open = 0
 
     def noise(self) -> float:
         return self.random.lognormvariate(0.0, self._noise) if self._noise else 1.0
@@ -135,7 +140,8 @@ class VirtualCell:
             sent_at=self.timeline.now(),
             on_end=go_on,
         )
-        self._place(asked)
+        self._line.append(asked)
+        self._serve_line()
 
     def _beat(self, worker: VirtualWorker) -> None:
         """A heartbeat, as the router's handler takes it in."""
@@ -143,11 +149,16 @@ class VirtualCell:
         changes = worker.pool.take_changes()
         self._prefixes.apply(worker.key, stored=changes.stored, evicted=changes.evicted)
         self.costs.learn(worker.registration, worker.samples.take())
+        self._serve_line()
         self.timeline.after(self.config.router.heartbeat_s, lambda: self._beat(worker))
 
     # -- one request --------------------------------------------------------------------------------------------------
 
-    def _place(self, asked: Asked) -> None:
+    def _serve_line(self) -> None:
+        while self._line and self._place(self._line[0]):
+            self._line.popleft()
+
+    def _place(self, asked: Asked) -> bool:
         block_size = self.config.models[0].kv.block_size
         outcome = self._placer.place_now(
             PlaceRequest(
@@ -162,17 +173,20 @@ class VirtualCell:
                 deadline_s=asked.conversation.deadline_s,
             )
         )
-        assert isinstance(outcome, Placement), outcome
+        if isinstance(outcome, Shortfall):
+            assert outcome.lack is Lack.NO_ROOM, outcome
+            return False
         asked.placement = outcome
         decode = self.workers[outcome.decode.worker_id]
         if outcome.mode is Mode.LOCAL:
             self.timeline.after(HOP_S, lambda: decode.run(self._sequence(asked), partial(self._take, asked, decode)))
-            return
+            return True
         assert outcome.prefill is not None
         prefill = self.workers[outcome.prefill.worker_id]
         sequence = self._sequence(asked)
         sequence.pause_at = len(asked.prompt) + 1
         self.timeline.after(HOP_S, lambda: prefill.run(sequence, partial(self._hand_off, asked, prefill, decode)))
+        return True
 
     def _sequence(self, asked: Asked) -> Sequence:
         assert asked.placement is not None
@@ -234,6 +248,7 @@ class VirtualCell:
         placement, times = asked.placement, asked.times
         assert placement is not None
         self._load.release(placement.placement_id)
+        self._serve_line()
         self._samples.append(
             Sample(
                 label=asked.conversation.label,

@@ -343,7 +343,7 @@ class BreakEvenConfig(_Section):
     """What a second of waiting for the second token is worth beside one for the first."""
     itl_weight: float = Field(default=0.1, ge=0)
     """What a second is worth by which running answers are held up, all together."""
-    ttft_slack: float = Field(default=0.08, ge=0)
+    ttft_slack: float = Field(default=0.05, ge=0)
     """Both together count for no more than this share of the time to the first token: what may be given up of it to
     spare a gap or running answers."""
     explore: float = Field(default=0.02, ge=0, le=0.5)

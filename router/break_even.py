@@ -48,7 +48,7 @@ class Weights:
     itl: float = 0.1
     """By which running answers are held up, all together."""
 
-    slack: float = 0.08
+    slack: float = 0.05
     """Both together count for no more than this share of the time to the first token: so much of it may be given up for
     them."""
 

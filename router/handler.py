@@ -82,12 +82,7 @@ class RouterHandler:
             costs=self._costs,
             absences=Absences(clock, after_s=settings.fallback_after_s),
             settings=policy_settings(config),
-            room_limits=RoomLimits(
-                prefill_backlog_s=settings.prefill_backlog_s,
-                decode_backlog=settings.decode_backlog,
-                held_fraction=config.transfer.held_fraction,
-                max_transfers=settings.max_transfers,
-            ),
+            room_limits=room_limits(config),
         )
         self._room = WaitingRoom(
             clock,
@@ -373,6 +368,17 @@ class RouterHandler:
 
 def _by_pool(sizes: tuple[PoolSize, ...]) -> dict[str, int]:
     return {f"{pool.model}/{pool.role}": pool.replicas for pool in sizes}
+
+
+def room_limits(config: ClusterConfig) -> RoomLimits:
+    """What counts as room."""
+    settings = config.router
+    return RoomLimits(
+        prefill_backlog_s=settings.prefill_backlog_s,
+        decode_backlog=settings.decode_backlog,
+        held_fraction=config.transfer.held_fraction,
+        max_transfers=settings.max_transfers,
+    )
 
 
 def policy_settings(config: ClusterConfig) -> PolicySettings:
