@@ -148,7 +148,7 @@ def _tell(workload: Workload, samples: dict[str, list[Sample]]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="bench.break_even", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one short round of each")
+    parser.add_argument("--quick", action="store_true", help="shorter and fewer rounds")
     parser.add_argument("--only", nargs="*", metavar="NAME", help="workloads whose name begins so")
     parser.add_argument("--costs", type=Path, metavar="FILE", help="a measured table in the place of the built-in one")
     parser.add_argument("--real", action="store_true", help="whole mock workers, in real time")
@@ -159,7 +159,7 @@ def main() -> int:
     if options.real:
         num_rounds, duration_s = (1, 8.0) if options.quick else (2, 25.0)
     else:
-        num_rounds, duration_s = (2, 60.0) if options.quick else (5, 120.0)
+        num_rounds, duration_s = (2, 60.0) if options.quick else (3, 120.0)
     costs = COSTS if options.costs is None else read_costs(str(options.costs))
     chosen = [w for w in WORKLOADS if not options.only or w.name.startswith(tuple(options.only))]
     ratios, figures = [], {}
