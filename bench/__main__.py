@@ -13,7 +13,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-BENCHES = ("cluster", "handoff", "prefix_cache", "cpu_engine", "gateway", "prefix_placement", "break_even")
+BENCHES = (
+    "cluster",
+    "handoff",
+    "prefix_cache",
+    "cpu_engine",
+    "gateway",
+    "prefix_placement",
+    "break_even",
+    "overload",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

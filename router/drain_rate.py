@@ -3,17 +3,22 @@
 from collections import deque
 
 WINDOW_S = 10.0
-MIN_SPAN_S, MIN_SERVED = 0.5, 4
-"""A rate over less time, or of fewer requests, says nothing: the one before counts on."""
+MIN_SPAN_S = 0.5
+"""A rate over less time says nothing: the one before counts on."""
 
 
 class DrainRate:
-    """Work (weighted tokens) a second that was placed. Only while somebody waits is that what the cell can do."""
+    """Work (weighted tokens) a second that was placed. Only while somebody waits is that what can be had."""
 
     def __init__(self) -> None:
         self._served: deque[tuple[float, float]] = deque()
         self._waits_since: float | None = None
         self._known: float | None = None
+
+    def is_over(self, now: float) -> bool:
+        """Nobody waits, and nobody was served for so long that what was known is worth nothing."""
+        self._forget(now)
+        return self._waits_since is None and not self._served
 
     def waiting(self, is_waiting: bool, now: float) -> None:
         """Somebody waits now, or nobody any more."""
@@ -27,16 +32,16 @@ class DrainRate:
         self._served.append((now, work))
         self._forget(now)
 
-    def per_s(self, now: float) -> float | None:
-        """None while nothing is known."""
+    def per_s(self, now: float, next_work: float = 0.0) -> float | None:
+        """None while nothing is known. ``next_work`` is counted as if it were served now: where little was, that is the
+        most that can be hoped for."""
         self._forget(now)
-        least = sum(work for _, work in self._served) / WINDOW_S
         if self._waits_since is not None:
             span_s = min(WINDOW_S, now - self._waits_since)
-            served = [work for at, work in self._served if at > now - span_s]
-            if span_s >= MIN_SPAN_S and len(served) >= MIN_SERVED:
-                self._known = sum(served) / span_s
-        return None if self._known is None else max(self._known, least)
+            served = sum(work for at, work in self._served if at > now - span_s)
+            if span_s >= MIN_SPAN_S and served + next_work > 0:
+                self._known = (served + next_work) / span_s
+        return self._known
 
     def _forget(self, now: float) -> None:
         while self._served and self._served[0][0] < now - WINDOW_S:

@@ -212,3 +212,11 @@ class FairQueue:
                 theirs = sum(ticket.cost for ticket in tickets)
                 work += min(theirs, max(0.0, level - lane.counters[other]))
         return work + own
+
+    def own_work_ahead(self, tenant: str, priority: int) -> float:
+        """Of that, what is the tenant's own, in the class of the priority."""
+        mine = self._lanes[PriorityClass.of(priority)].tickets.get(tenant, ())
+        return sum(ticket.cost for ticket in mine if ticket.priority <= priority)
+
+    def has_waiting(self, tenant: str, priority_class: PriorityClass) -> bool:
+        return tenant in self._lanes[priority_class].tickets

@@ -15,7 +15,7 @@ from core.ids import GatewayId, Incarnation, PlacementId, WorkerId
 from core.types import PlaceRequest, WorkerAddress, WorkerRegistration, WorkerStatus
 from router.policy import Candidate, Path
 
-ARRIVAL_S = 0.25
+ARRIVAL_S = 0.1
 """A request placed this long before a report may still have been on its way to the worker."""
 EXPIRY_MARGIN_S = 5.0
 """An estimate outlives its request's deadline by this; by then the request has ended, reported or not."""

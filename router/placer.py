@@ -104,7 +104,13 @@ class Placer:
     def _choose(self, request: PlaceRequest, snapshot: Snapshot) -> Choice | Shortfall:
         """The best path of all, if it has room; else the best of those that have."""
         choice = decide(request, snapshot, self._settings)
-        room = Room(request=request, snapshot=snapshot, settings=self._settings, limits=self._room_limits)
+        room = Room(
+            request=request,
+            snapshot=snapshot,
+            settings=self._settings,
+            limits=self._room_limits,
+            ages=self._registry.ages(),
+        )
         if isinstance(choice, Shortfall) or room.has_path(choice.path):
             return choice
         other = decide(request, room.narrowed(), self._settings)

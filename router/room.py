@@ -6,9 +6,11 @@ ahead, and nothing while decode workers do not take what it holds; and a decode 
 batch have no place for: prefill is held back when decode is the bottleneck. An empty worker always has room. Pure.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
+from core.ids import WorkerId
+from core.priority import PriorityClass
 from core.types import PlaceRequest, Role
 from router.costs import Costs
 from router.policy import Candidate, Path, PolicySettings, Snapshot, is_usable
@@ -17,6 +19,8 @@ from router.policy import Candidate, Path, PolicySettings, Snapshot, is_usable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoomLimits:
     prefill_backlog_s: float = 1.0
+    """Twice as much of the high class: where the pool's ``policy`` is ``priority``, it does not wait for the others
+    there."""
     decode_backlog: float = 0.25
     """Requests beyond a decode worker's batch, as a share of it: their prompts are computed meanwhile."""
     held_fraction: float = 0.9
@@ -32,6 +36,8 @@ class Room:
     snapshot: Snapshot
     settings: PolicySettings
     limits: RoomLimits
+    ages: Mapping[WorkerId, float] = field(default_factory=dict)
+    """Seconds since a worker's report: it has worked on what it told."""
 
     def has_path(self, path: Path) -> bool:
         """Whether every worker of the path has room for its part. What is held already needs none where it is."""
@@ -66,12 +72,14 @@ class Room:
 
     def _lacks(self, worker: Candidate, *, reads: bool) -> Iterator[str]:
         limits, num_tokens = self.limits, self.request.num_prompt_tokens
+        more = 2 if PriorityClass.of(self.request.priority) is PriorityClass.HIGH else 1
         if worker.is_refusing:
             yield "has just refused a request"
         if worker.role is Role.PREFILL or worker.role is Role.UNIFIED or reads:
-            backlog_s = prefill_backlog_s(worker, self.snapshot.costs)
-            if backlog_s > limits.prefill_backlog_s:
-                yield f"has {backlog_s:.1f} s of prompts to read ({limits.prefill_backlog_s:g} s may wait there)"
+            told_s = prefill_backlog_s(worker, self.snapshot.costs)
+            backlog_s, most_s = told_s - self.ages.get(worker.address.worker_id, 0.0), limits.prefill_backlog_s * more
+            if backlog_s > most_s:
+                yield f"has {backlog_s:.1f} s of prompts to read ({most_s:g} s may wait there)"
         if worker.role is Role.PREFILL:
             quota = int(limits.held_fraction * worker.num_blocks)
             if worker.num_requests > 1 and worker.held_blocks + worker.blocks_for(num_tokens) > quota:
@@ -81,7 +89,7 @@ class Room:
         needed = min(worker.blocks_for(projected), worker.num_blocks)
         if worker.used_blocks + needed > worker.num_blocks:
             yield f"has {worker.num_blocks - worker.used_blocks} free KV blocks of {worker.num_blocks}"
-        most = worker.max_sequences + int(limits.decode_backlog * worker.max_sequences)
+        most = worker.max_sequences + int(more * limits.decode_backlog * worker.max_sequences)
         if worker.num_requests >= most:
             yield f"has {worker.num_requests} requests ({worker.max_sequences} run at once)"
         if worker.num_transfers >= limits.max_transfers:

@@ -84,13 +84,46 @@ class _Queue:
         self.tickets = FairQueue(max_waiting)
         self.waiters: dict[Ticket, _Waiter] = {}
         self.rate = DrainRate()
+        self.rates: dict[tuple[str, PriorityClass], DrainRate] = {}
+        """Of tenants that wait or did lately, by class: others go before them, now and later."""
 
     def in_turn(self) -> Iterator[_Waiter]:
         return (self.waiters[ticket] for ticket in self.tickets.in_turn())
 
-    def note_waiting(self, now: float) -> None:
-        """Whether somebody waits for room: only then the rate at which requests leave is what the cell can do."""
+    def note_waiting(self, ticket: Ticket, now: float) -> None:
+        """A ticket came or went. Who waits for room: only then the rate at which requests leave is what can be had."""
         self.rate.waiting(self.lacking_room is not None, now)
+        lane = (ticket.tenant, ticket.priority_class)
+        self.rates.setdefault(lane, DrainRate()).waiting(self.tickets.has_waiting(*lane), now)
+
+    def forget(self, now: float) -> None:
+        """Tenants that have not waited for long."""
+        for lane in [lane for lane, rate in self.rates.items() if rate.is_over(now)]:
+            del self.rates[lane]
+
+    def note_served(self, ticket: Ticket, now: float) -> None:
+        self.rate.note(ticket.cost, now)
+        lane = (ticket.tenant, ticket.priority_class)
+        if lane in self.rates:
+            self.rates[lane].note(ticket.cost, now)
+
+    def predict(self, ticket: Ticket, now: float) -> tuple[float, float, float] | None:
+        """(seconds that a ticket which comes now would wait, weighted tokens ahead of it, a second); None: not known.
+
+        By what is ahead of it now and as fast as all of that is served; and by what is ahead of its own tenant's, as
+        fast as that is served beside those who keep coming with a better right.
+        """
+        found = []
+        rate = self.rate.per_s(now)
+        if rate:
+            work = self.tickets.work_ahead(ticket.tenant, ticket.priority)
+            found.append((work / rate, work, rate))
+        lane = self.rates.get((ticket.tenant, ticket.priority_class))
+        own_rate = lane.per_s(now, ticket.cost) if lane is not None else None
+        if own_rate:
+            work = self.tickets.own_work_ahead(ticket.tenant, ticket.priority) + ticket.cost
+            found.append((work / own_rate, work, own_rate))
+        return max(found, default=None)
 
     @property
     def lacking_room(self) -> Shortfall | None:
@@ -178,6 +211,8 @@ class WaitingRoom:
     def tick(self) -> None:
         """Forgive those who waited for long, and refuse every waiter whose time is over."""
         now = self._clock.now()
+        for queue in self._queues.values():
+            queue.forget(now)
         for waiter in [waiter for queue in self._queues.values() for waiter in queue.waiters.values()]:
             if not waiter.is_forgiving and waiter.request.excluded_workers and now >= waiter.since + self._forgive_s:
                 waiter.is_forgiving = True
@@ -225,7 +260,7 @@ class WaitingRoom:
             self._refuse_displaced(queue, queue.waiters[displaced], by=ticket)
         waiter.tried_at = self._version if is_tried else 0
         queue.waiters[ticket] = waiter
-        queue.note_waiting(now)
+        queue.note_waiting(ticket, now)
         return waiter
 
     def _set_until(self, waiter: _Waiter) -> None:
@@ -236,11 +271,11 @@ class WaitingRoom:
 
     def _check_wait(self, queue: _Queue, waiter: _Waiter, now: float) -> None:
         """Raises Overloaded for a request that could only wait for its refusal."""
-        rate, request = queue.rate.per_s(now), waiter.request
-        if not rate:
+        request, predicted = waiter.request, queue.predict(waiter.ticket, now)
+        if predicted is None:
             return
-        work = queue.tickets.work_ahead(request.tenant, request.priority)
-        wait_s, may_wait_s = work / rate, waiter.until - now
+        wait_s, work, rate = predicted
+        may_wait_s = waiter.until - now
         may_last_s = max(0.0, request.deadline_s - REPLY_MARGIN_S)
         if wait_s <= may_wait_s and wait_s + waiter.shortfall.ttft_s <= may_last_s:
             return
@@ -354,12 +389,12 @@ class WaitingRoom:
         queue = self._queues[waiter.request.model]
         del queue.waiters[waiter.ticket]
         queue.tickets.serve(waiter.ticket)
-        queue.rate.note(waiter.ticket.cost, self._clock.now())
-        queue.note_waiting(self._clock.now())
+        queue.note_served(waiter.ticket, self._clock.now())
+        queue.note_waiting(waiter.ticket, self._clock.now())
 
     def _discard(self, waiter: _Waiter) -> None:
         queue = self._queues[waiter.request.model]
         if queue.waiters.pop(waiter.ticket, None) is not None:
             if waiter.ticket in queue.tickets:  # not if it was displaced
                 queue.tickets.leave(waiter.ticket)
-            queue.note_waiting(self._clock.now())
+            queue.note_waiting(waiter.ticket, self._clock.now())
