@@ -15,6 +15,10 @@ class DrainRate:
         self._waits_since: float | None = None
         self._known: float | None = None
 
+    @property
+    def is_waiting(self) -> bool:
+        return self._waits_since is not None
+
     def is_over(self, now: float) -> bool:
         """Nobody waits, and nobody was served for so long that what was known is worth nothing."""
         self._forget(now)

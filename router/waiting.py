@@ -42,6 +42,8 @@ REPLY_MARGIN_S = 0.25
 MAX_OVERTAKEN = 8
 MAX_TRIES = 4
 """So many of the first in turn that lack room are tried: the others behind them stand in line."""
+CONFIDENCE = 0.75
+"""Of the time that a request may wait, what its predicted wait may take: others come meanwhile, some of them first."""
 GENERATED_WEIGHT = 2.0
 """What a generated token costs of a tenant's share, over one of a prompt."""
 
@@ -119,7 +121,7 @@ class _Queue:
             work = self.tickets.work_ahead(ticket.tenant, ticket.priority)
             found.append((work / rate, work, rate))
         lane = self.rates.get((ticket.tenant, ticket.priority_class))
-        own_rate = lane.per_s(now, ticket.cost) if lane is not None else None
+        own_rate = lane.per_s(now, ticket.cost) if lane is not None and lane.is_waiting else None
         if own_rate:
             work = self.tickets.own_work_ahead(ticket.tenant, ticket.priority) + ticket.cost
             found.append((work / own_rate, work, own_rate))
@@ -277,16 +279,16 @@ class WaitingRoom:
         wait_s, work, rate = predicted
         may_wait_s = waiter.until - now
         may_last_s = max(0.0, request.deadline_s - REPLY_MARGIN_S)
-        if wait_s <= may_wait_s and wait_s + waiter.shortfall.ttft_s <= may_last_s:
+        if wait_s <= CONFIDENCE * may_wait_s and wait_s + waiter.shortfall.ttft_s <= may_last_s:
             return
         self._on_refusal(request, Refusal.TOO_LATE)
         limit = f"it may wait {may_wait_s:.1f} s"
-        if wait_s <= may_wait_s:
+        if wait_s <= CONFIDENCE * may_wait_s:
             limit = f"with {waiter.shortfall.ttft_s:.1f} s to its first token it would miss its deadline"
         raise Overloaded(
             f"{waiter.shortfall.message}; it would wait {wait_s:.1f} s ({work:.0f} tokens are ahead, {rate:.0f} a "
             f"second are served), and {limit}",
-            retry_after_s=max(wait_s - may_wait_s, wait_s + waiter.shortfall.ttft_s - may_last_s, 1.0),
+            retry_after_s=max(wait_s - CONFIDENCE * may_wait_s, wait_s + waiter.shortfall.ttft_s - may_last_s, 1.0),
         )
 
     def _full(self, queue: _Queue, waiter: _Waiter, full: Full, now: float) -> ServingError:
