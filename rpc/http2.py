@@ -92,6 +92,7 @@ class Connection(asyncio.Protocol):
         self._heard_at = 0.0
         self._pinged_at: float | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._ticked_at = 0.0
 
     @property
     def is_lost(self) -> bool:
@@ -120,7 +121,7 @@ class Connection(asyncio.Protocol):
             self._transport.write(head)
             self.send(number, data, is_end=is_end)
         if self._timer is None:
-            self._heard_at = self._loop.time()
+            self._heard_at = self._ticked_at = self._loop.time()
             self._timer = self._loop.call_later(TICK_S, self._tick)
         return number
 
@@ -319,6 +320,10 @@ class Connection(asyncio.Protocol):
         """Watches a peer on which somebody waits."""
         now = self._loop.time()
         self._timer = None
+        held_up_s, self._ticked_at = now - self._ticked_at - TICK_S, now
+        if held_up_s > TICK_S:  # we were not there ourselves: an answer may lie unread
+            self._heard_at += held_up_s
+            self._pinged_at = None if self._pinged_at is None else self._pinged_at + held_up_s
         if not self._streams:
             self._pinged_at = None
             return

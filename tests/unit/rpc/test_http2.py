@@ -395,6 +395,44 @@ async def test_a_silent_peer_is_asked_and_then_lost(monkeypatch: pytest.MonkeyPa
     assert wire.is_closed
 
 
+async def test_who_was_held_up_himself_does_not_call_the_peer_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    wire = Wire()
+    call, connection = wire.call(), wire.connection
+    assert connection._timer is not None
+    connection._timer.cancel()
+    now = asyncio.get_running_loop().time()
+
+    class Loop:
+        def time(self) -> float:
+            return now
+
+        def call_later(self, delay: float, callback: object) -> asyncio.TimerHandle:
+            return asyncio.get_running_loop().call_later(3600, lambda: None)
+
+    monkeypatch.setattr(connection, "_loop", Loop())
+
+    def tick(after_s: float = http2.TICK_S) -> bool:
+        nonlocal now
+        now += after_s
+        if connection._timer is not None:
+            connection._timer.cancel()
+        connection._tick()
+        return not wire.is_closed
+
+    assert all(tick() for _ in range(5))
+    assert [kind for kind, *_ in wire.frames()].count(PING) == 1
+    assert tick(30.0), "a process that was stopped goes on"
+    wire.say(frame(PING, ACK, 0, bytes(8)))
+    assert all(tick() for _ in range(4))
+    assert tick(30.0)
+    num_ticks = 0
+    while tick():
+        num_ticks += 1
+    assert 5 <= (num_ticks + 2) * http2.TICK_S <= 7
+    await call.ended()
+    assert isinstance(call.error, WorkerLost)
+
+
 async def test_pings_and_settings_are_answered() -> None:
     wire = Wire()
     wire.say(
