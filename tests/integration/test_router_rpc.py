@@ -12,7 +12,15 @@ from collections.abc import AsyncIterator
 import pytest
 
 from core.config import ClusterConfig, config_to_json, parse_config
-from core.errors import ConfigError, InvalidRequest, ModelNotFound, NoWorker, ServingError, StaleIncarnation
+from core.errors import (
+    ConfigError,
+    InvalidRequest,
+    ModelNotFound,
+    NoWorker,
+    ServingError,
+    StaleIncarnation,
+    TooManyWaiting,
+)
 from core.types import (
     CommandKind,
     Placement,
@@ -44,6 +52,7 @@ class Worker:
         self._registration = registration
         self._beat_s = beat_s
         self.state = WorkerState.READY
+        self.num_running = 0
         self.commands: asyncio.Queue[WorkerCommand] = asyncio.Queue()
         self.error: ServingError | None = None
         self.num_joins = 0
@@ -62,7 +71,7 @@ class Worker:
     async def _messages(self) -> AsyncIterator[WorkerRegistration | WorkerLoad]:
         yield self._registration
         while True:
-            yield make_load(self.state)
+            yield make_load(self.state, num_running=self.num_running)
             await asyncio.sleep(self._beat_s)  # a heartbeat is a rate, not a synchronisation
 
     async def die(self) -> None:
@@ -141,6 +150,27 @@ async def test_with_nobody_back_in_time_the_error_is_typed_and_names_the_role(sc
         await router.place(make_request(deadline_s=PATIENCE_S))
     with pytest.raises(ModelNotFound):
         await router.place(make_request(model="unknown"))
+
+
+async def test_without_room_a_request_waits_and_a_refusal_says_why_over_the_wire(scene: Scene) -> None:
+    server = await scene.serve(make_config(max_waiting=1, max_wait_s=PATIENCE_S))
+    router = scene.client(server)
+    scene.join(server, "p0", Role.PREFILL)
+    decode = scene.join(server, "d0", Role.DECODE)
+    await router.place(make_request("first", deadline_s=PATIENCE_S))
+    decode.num_running = 10  # of 8 at once, and a quarter more
+    async with asyncio.timeout(PATIENCE_S):
+        while (await router.status()).workers[0].load.num_running != 10:
+            await asyncio.sleep(0.01)
+    waits = asyncio.create_task(router.place(make_request("second", deadline_s=PATIENCE_S)))
+    async with asyncio.timeout(PATIENCE_S):
+        while (await router.status()).num_waiting != 1:
+            await asyncio.sleep(0.01)
+    with pytest.raises(TooManyWaiting, match=r"d0 has 1\d requests \(8 run at once\), and 1 requests wait") as refusal:
+        await router.place(make_request("third", deadline_s=PATIENCE_S))
+    assert refusal.value.http_status == 429
+    decode.num_running = 0
+    assert (await waits).queue_s > 0.0
 
 
 async def test_the_refusal_beats_the_requests_deadline_over_the_wire(scene: Scene) -> None:
