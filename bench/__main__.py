@@ -22,6 +22,7 @@ BENCHES = (
     "prefix_placement",
     "break_even",
     "overload",
+    "router",
 )
 
 

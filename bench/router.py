@@ -48,7 +48,10 @@ NUM_PROMPT_TOKENS = 8000
 NUM_PREFIXES = 10_000
 PREFIX_BLOCKS = 64
 """Of each cached prefix: 1,024 tokens."""
-NUM_PARTS = 8
+ROUND_S = 0.05
+"""Of the cell's own time, in which a prompt of each kind comes: three times what such workers could read."""
+PART = 100
+"""Decisions of a kind in a part of the run."""
 NUM_OPEN = 256
 """Placements under way."""
 POOLS = {
@@ -68,8 +71,7 @@ class Row:
 
     def parts(self) -> list[list[float]]:
         """The run in parts, each ordered: a machine that others use has good moments and bad ones."""
-        size = len(self.seconds) // NUM_PARTS
-        return [sorted(self.seconds[first : first + size]) for first in range(0, size * NUM_PARTS, size)]
+        return [sorted(self.seconds[first : first + PART]) for first in range(0, len(self.seconds), PART)]
 
     @property
     def medians_s(self) -> list[float]:
@@ -77,7 +79,7 @@ class Row:
 
     @property
     def p99s_s(self) -> list[float]:
-        return [part[int(0.99 * len(part))] for part in self.parts()]
+        return [part[int(0.99 * (len(part) - 1))] for part in self.parts()]
 
     def __str__(self) -> str:
         told = [
@@ -266,10 +268,9 @@ async def decide(cell: Cell, pools: str, num_rounds: int) -> list[Row]:
                 placement_id=placement.placement_id, request_id=request.request_id, attempt=1, outcome="ok"
             )
             await cell.handler.end_placement(end)
-        if number % 8 == 0:
-            cell.clock.advance(0.02)
-            await cell.say(names[number // 8 % len(names)])
-            cell.handler.sweep()
+        cell.clock.advance(ROUND_S)
+        await cell.say(names[number % len(names)])
+        cell.handler.sweep()
     return [Row(pools=pools, prompt=kind, seconds=seconds[kind]) for kind in kinds]
 
 
@@ -312,10 +313,10 @@ def ratios(rows: Sequence[Row]) -> list[Ratio]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="bench.router", description=__doc__)
     parser.add_argument("--rounds", type=int, default=2000, help="decisions of each kind in each cell")
-    parser.add_argument("--quick", action="store_true", help="300 of them")
+    parser.add_argument("--quick", action="store_true", help="500 of them")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     options = parser.parse_args()
-    rows, costs = asyncio.run(measure(300 if options.quick else options.rounds))
+    rows, costs = asyncio.run(measure(500 if options.quick else options.rounds))
     told = ratios(rows)
     if options.json is not None:
         figures = {
