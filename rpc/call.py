@@ -18,7 +18,8 @@ from rpc.errors import (
     UNKNOWN,
     from_status,
 )
-from rpc.http2 import CANCEL, STREAM_WINDOW, Connection, Headers
+from rpc.frames import CANCEL
+from rpc.http2 import STREAM_WINDOW, Connection, Headers
 
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_WAITING = 64

@@ -21,7 +21,8 @@ from core.config import split_address
 from core.errors import InternalError, ServingError
 from rpc.call import Call
 from rpc.errors import DEADLINE_EXCEEDED, UNAVAILABLE, from_status
-from rpc.http2 import Connection, literal
+from rpc.frames import literal
+from rpc.http2 import Connection
 
 CONNECT_TIMEOUT_S = 2.0
 _CLOSED = "closed here"

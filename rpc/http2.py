@@ -16,6 +16,37 @@ from typing import Protocol, cast
 
 import hpack
 
+from rpc.frames import (
+    ACK,
+    CANCEL,
+    CONTINUATION,
+    DATA,
+    ENABLE_PUSH,
+    END_HEADERS,
+    END_STREAM,
+    FRAME,
+    GOAWAY,
+    GOAWAY_START,
+    HEADER_TABLE_SIZE,
+    HEADERS,
+    INITIAL_WINDOW_SIZE,
+    LONG,
+    MAX_FRAME,
+    MAX_FRAME_SIZE,
+    MAX_STREAM,
+    PING,
+    PREFACE,
+    PRIORITY,
+    PUSH_PROMISE,
+    RST_STREAM,
+    SETTING,
+    SETTINGS,
+    WINDOW_UPDATE,
+    Malformed,
+    frame,
+    without_padding,
+)
+
 Headers = Mapping[bytes, bytes]
 
 CONNECTION_WINDOW = 1 << 30
@@ -25,21 +56,8 @@ PING_AFTER_S = 2.0
 PING_TIMEOUT_S = 5.0
 TICK_S = 0.5
 
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_FRAME = struct.Struct(">HBBBL")  # length in two parts, type, flags, stream
-_SETTING = struct.Struct(">HL")
-_LONG = struct.Struct(">L")
-_GOAWAY_START = struct.Struct(">LL")
-_MAX_FRAME = 1 << 14
-_MAX_STREAM = (1 << 31) - 1
 _MAX_HEADERS = 1 << 16
 _MAX_CACHED, _MAX_CACHED_BYTES = 64, 256
-
-_DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PUSH_PROMISE = 0, 1, 3, 4, 5
-_PING, _GOAWAY, _WINDOW_UPDATE, _CONTINUATION = 6, 7, 8, 9
-_END_STREAM, _ACK, _END_HEADERS, _PADDED, _PRIORITY = 0x1, 0x1, 0x4, 0x8, 0x20
-_HEADER_TABLE_SIZE, _ENABLE_PUSH, _INITIAL_WINDOW_SIZE, _MAX_FRAME_SIZE = 1, 2, 4, 5
-CANCEL = 8
 
 
 class Stream(Protocol):
@@ -49,10 +67,6 @@ class Stream(Protocol):
     def on_data(self, data: bytes, *, is_end: bool) -> None: ...
     def on_reset(self, code: int) -> None: ...
     def on_broken(self, reason: str) -> None: ...
-
-
-class _Malformed(Exception):
-    """The peer does not speak HTTP/2 as we know it."""
 
 
 class _Unsent:
@@ -87,7 +101,7 @@ class Connection(asyncio.Protocol):
         self._block: tuple[int, int, bytes] | None = None
         self._num_uncredited = 0
         self._window = self._first_window = 65535
-        self._max_frame = _MAX_FRAME
+        self._max_frame = MAX_FRAME
         self._unsent: dict[int, _Unsent] = {}
         self._heard_at = 0.0
         self._pinged_at: float | None = None
@@ -101,22 +115,22 @@ class Connection(asyncio.Protocol):
     @property
     def is_open(self) -> bool:
         """New streams may be begun."""
-        return self._transport is not None and not self._is_leaving and self._next_id <= _MAX_STREAM
+        return self._transport is not None and not self._is_leaving and self._next_id <= MAX_STREAM
 
     # -- what streams ask ---------------------------------------------------------------------------------------------
 
     def begin(self, stream: Stream, block: bytes, data: bytes, *, is_end: bool) -> int:
         """A new stream with its header block and its first data. Its number."""
-        assert self._transport is not None and len(block) <= _MAX_FRAME
+        assert self._transport is not None and len(block) <= MAX_FRAME
         number = self._next_id
         self._next_id += 2
         self._streams[number] = stream
         unsent = self._unsent[number] = _Unsent(self._first_window)
-        head = _frame(_HEADERS, _END_HEADERS, number, block)
+        head = frame(HEADERS, END_HEADERS, number, block)
         if len(data) <= min(self._window, unsent.window, self._max_frame):
             self._window -= len(data)
             unsent.window -= len(data)
-            self._transport.write(head + _frame(_DATA, _END_STREAM if is_end else 0, number, data))
+            self._transport.write(head + frame(DATA, END_STREAM if is_end else 0, number, data))
         else:
             self._transport.write(head)
             self.send(number, data, is_end=is_end)
@@ -138,12 +152,12 @@ class Connection(asyncio.Protocol):
     def credit(self, number: int, num_bytes: int) -> None:
         """So much of a stream's data has been taken: the peer may send more."""
         if number in self._streams and self._transport is not None:
-            self._transport.write(_frame(_WINDOW_UPDATE, 0, number, _LONG.pack(num_bytes)))
+            self._transport.write(frame(WINDOW_UPDATE, 0, number, LONG.pack(num_bytes)))
 
     def reset(self, number: int) -> None:
         """Ends a stream before its end. It is told nothing more."""
         if self._forget(number) and self._transport is not None:
-            self._transport.write(_frame(_RST_STREAM, 0, number, _LONG.pack(CANCEL)))
+            self._transport.write(frame(RST_STREAM, 0, number, LONG.pack(CANCEL)))
 
     def close(self, reason: str) -> None:
         """Every stream is broken by it."""
@@ -156,14 +170,14 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = own = cast("asyncio.Transport", transport)  # uvloop's are none by type
         settings = (
-            (_HEADER_TABLE_SIZE, 0),
-            (_ENABLE_PUSH, 0),
-            (_INITIAL_WINDOW_SIZE, STREAM_WINDOW),
+            (HEADER_TABLE_SIZE, 0),
+            (ENABLE_PUSH, 0),
+            (INITIAL_WINDOW_SIZE, STREAM_WINDOW),
         )
         own.write(
-            _PREFACE
-            + _frame(_SETTINGS, 0, 0, b"".join(_SETTING.pack(*setting) for setting in settings))
-            + _frame(_WINDOW_UPDATE, 0, 0, _LONG.pack(CONNECTION_WINDOW - 65535))
+            PREFACE
+            + frame(SETTINGS, 0, 0, b"".join(SETTING.pack(*setting) for setting in settings))
+            + frame(WINDOW_UPDATE, 0, 0, LONG.pack(CONNECTION_WINDOW - 65535))
         )
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -175,17 +189,17 @@ class Connection(asyncio.Protocol):
             data = self._rest + data
         position, size = 0, len(data)
         try:
-            while size - position >= _FRAME.size:
-                high, low, kind, flags, number = _FRAME.unpack_from(data, position)
+            while size - position >= FRAME.size:
+                high, low, kind, flags, number = FRAME.unpack_from(data, position)
                 length = high << 8 | low
-                if length > _MAX_FRAME:
-                    raise _Malformed("a frame that is too long")
-                end = position + _FRAME.size + length
+                if length > MAX_FRAME:
+                    raise Malformed("a frame that is too long")
+                end = position + FRAME.size + length
                 if end > size:
                     break
-                self._take(kind, flags, number & _MAX_STREAM, data[position + _FRAME.size : end])
+                self._take(kind, flags, number & MAX_STREAM, data[position + FRAME.size : end])
                 position = end
-        except (_Malformed, hpack.HPACKError, struct.error, IndexError) as error:
+        except (Malformed, hpack.HPACKError, struct.error, IndexError) as error:
             self._abort(f"the peer sent what is no HTTP/2: {error}")
             return
         self._rest = data[position:] if position < size else b""
@@ -193,53 +207,53 @@ class Connection(asyncio.Protocol):
     # -- frames -------------------------------------------------------------------------------------------------------
 
     def _take(self, kind: int, flags: int, number: int, payload: bytes) -> None:
-        if self._block is not None and kind != _CONTINUATION:
-            raise _Malformed("a header block that does not end")
-        if kind == _DATA:
+        if self._block is not None and kind != CONTINUATION:
+            raise Malformed("a header block that does not end")
+        if kind == DATA:
             self._take_data(flags, number, payload)
-        elif kind == _HEADERS:
-            payload = _without_padding(flags, payload)
-            self._take_block(flags, number, flags, payload[5:] if flags & _PRIORITY else payload)
-        elif kind == _CONTINUATION:
+        elif kind == HEADERS:
+            payload = without_padding(flags, payload)
+            self._take_block(flags, number, flags, payload[5:] if flags & PRIORITY else payload)
+        elif kind == CONTINUATION:
             if self._block is None or self._block[0] != number:
-                raise _Malformed("a continuation of nothing")
+                raise Malformed("a continuation of nothing")
             _, first_flags, before = self._block
             self._take_block(flags, number, first_flags, before + payload)
-        elif kind == _WINDOW_UPDATE:
-            self._take_window(number, _LONG.unpack(payload)[0] & _MAX_STREAM)
-        elif kind == _RST_STREAM:
-            code = _LONG.unpack(payload)[0]
+        elif kind == WINDOW_UPDATE:
+            self._take_window(number, LONG.unpack(payload)[0] & MAX_STREAM)
+        elif kind == RST_STREAM:
+            code = LONG.unpack(payload)[0]
             stream = self._forget(number)
             if stream is not None:
                 stream.on_reset(code)
-        elif kind == _PING:
-            if not flags & _ACK:
-                self._write(_frame(_PING, _ACK, 0, payload))
-        elif kind == _SETTINGS:
-            if not flags & _ACK:
+        elif kind == PING:
+            if not flags & ACK:
+                self._write(frame(PING, ACK, 0, payload))
+        elif kind == SETTINGS:
+            if not flags & ACK:
                 self._take_settings(payload)
-        elif kind == _GOAWAY:
-            last, code = _GOAWAY_START.unpack_from(payload)
-            self._take_goaway(last & _MAX_STREAM, code, payload[_GOAWAY_START.size :])
-        elif kind == _PUSH_PROMISE:
-            raise _Malformed("a promise that nobody asked for")
+        elif kind == GOAWAY:
+            last, code = GOAWAY_START.unpack_from(payload)
+            self._take_goaway(last & MAX_STREAM, code, payload[GOAWAY_START.size :])
+        elif kind == PUSH_PROMISE:
+            raise Malformed("a promise that nobody asked for")
 
     def _take_data(self, flags: int, number: int, payload: bytes) -> None:
         self._num_uncredited += len(payload)
         if self._num_uncredited > CONNECTION_WINDOW // 2:
-            self._write(_frame(_WINDOW_UPDATE, 0, 0, _LONG.pack(self._num_uncredited)))
+            self._write(frame(WINDOW_UPDATE, 0, 0, LONG.pack(self._num_uncredited)))
             self._num_uncredited = 0
-        is_end = bool(flags & _END_STREAM)
+        is_end = bool(flags & END_STREAM)
         stream = self._forget(number) if is_end else self._streams.get(number)
         if stream is not None:
-            stream.on_data(_without_padding(flags, payload), is_end=is_end)
+            stream.on_data(without_padding(flags, payload), is_end=is_end)
 
     def _take_block(self, flags: int, number: int, first_flags: int, block: bytes) -> None:
         """A header block, or its beginning. Also that of a stream that is over must be read."""
         if len(block) > _MAX_HEADERS:
-            raise _Malformed("headers that are too long")
+            raise Malformed("headers that are too long")
         self._block = None
-        if not flags & _END_HEADERS:
+        if not flags & END_HEADERS:
             self._block = (number, first_flags, block)
             return
         headers = self._known.get(block)
@@ -247,20 +261,20 @@ class Connection(asyncio.Protocol):
             headers = {_bytes(name): _bytes(value) for name, value in self._decoder.decode(block, raw=True)}
             if len(block) <= _MAX_CACHED_BYTES and len(self._known) < _MAX_CACHED:
                 self._known[block] = headers
-        is_end = bool(first_flags & _END_STREAM)
+        is_end = bool(first_flags & END_STREAM)
         stream = self._forget(number) if is_end else self._streams.get(number)
         if stream is not None:
             stream.on_headers(headers, is_end=is_end)
 
     def _take_settings(self, payload: bytes) -> None:
-        for name, value in _SETTING.iter_unpack(payload):
-            if name == _INITIAL_WINDOW_SIZE:
+        for name, value in SETTING.iter_unpack(payload):
+            if name == INITIAL_WINDOW_SIZE:
                 for unsent in self._unsent.values():
                     unsent.window += value - self._first_window
                 self._first_window = value
-            elif name == _MAX_FRAME_SIZE:
+            elif name == MAX_FRAME_SIZE:
                 self._max_frame = value
-        self._write(_frame(_SETTINGS, _ACK, 0, b""))
+        self._write(frame(SETTINGS, ACK, 0, b""))
         if not self.greeted.done():
             self.greeted.set_result(None)
         self._send_all()
@@ -299,20 +313,20 @@ class Connection(asyncio.Protocol):
             self._window -= len(piece)
             unsent.window -= len(piece)
             is_last = unsent.is_end and not data
-            self._write(_frame(_DATA, _END_STREAM if is_last else 0, number, piece))
+            self._write(frame(DATA, END_STREAM if is_last else 0, number, piece))
             unsent.is_end = unsent.is_end and not is_last
         if data:
             return
         if unsent.is_end:
             unsent.is_end = False
-            self._write(_frame(_DATA, _END_STREAM, number, b""))
+            self._write(frame(DATA, END_STREAM, number, b""))
         if unsent.on_sent is not None:
             on_sent, unsent.on_sent = unsent.on_sent, None
             on_sent()
 
-    def _write(self, frame: bytes) -> None:
+    def _write(self, data: bytes) -> None:
         if self._transport is not None:
-            self._transport.write(frame)
+            self._transport.write(data)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -334,7 +348,7 @@ class Connection(asyncio.Protocol):
             return
         if self._pinged_at is None and now - self._heard_at >= PING_AFTER_S:
             self._pinged_at = now
-            self._write(_frame(_PING, 0, 0, bytes(8)))
+            self._write(frame(PING, 0, 0, bytes(8)))
         self._timer = self._loop.call_later(TICK_S, self._tick)
 
     def _forget(self, number: int) -> Stream | None:
@@ -369,37 +383,5 @@ class Connection(asyncio.Protocol):
             stream.on_broken(reason)
 
 
-def _frame(kind: int, flags: int, number: int, payload: bytes) -> bytes:
-    length = len(payload)
-    return _FRAME.pack(length >> 8, length & 0xFF, kind, flags, number) + payload
-
-
-def _without_padding(flags: int, payload: bytes) -> bytes:
-    if not flags & _PADDED:
-        return payload
-    num_padding = payload[0]
-    if num_padding >= len(payload):
-        raise _Malformed("more padding than frame")
-    return payload[1 : len(payload) - num_padding]
-
-
 def _bytes(value: bytes | str) -> bytes:
     return value if isinstance(value, bytes) else value.encode("latin-1")
-
-
-def literal(name: bytes, value: bytes) -> bytes:
-    """A header in a block (RFC 7541, 6.2.2): never indexed by the peer, so it means the same in every block."""
-    return b"\0" + _length(len(name)) + name + _length(len(value)) + value
-
-
-def _length(number: int) -> bytes:
-    """An integer in a prefix of seven bits."""
-    if number < 127:
-        return bytes((number,))
-    coded = bytearray((127,))
-    number -= 127
-    while number >= 128:
-        coded.append(number & 127 | 128)
-        number >>= 7
-    coded.append(number)
-    return bytes(coded)

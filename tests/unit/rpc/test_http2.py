@@ -12,7 +12,8 @@ import pytest
 from core.errors import DeadlineExceeded, InternalError, QueueFull, WorkerLost
 from rpc import http2
 from rpc.call import MAX_MESSAGE_BYTES, MAX_WAITING, Call
-from rpc.http2 import STREAM_WINDOW, Connection, literal
+from rpc.frames import literal
+from rpc.http2 import STREAM_WINDOW, Connection
 
 DATA, HEADERS, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 0, 1, 3, 4, 5, 6, 7, 8, 9
 END_STREAM = ACK = 0x1
