@@ -118,7 +118,7 @@ class ExecutionConfig(_Section):
         if self.kind is ExecutionKind.MOCK and self.costs is None:
             raise ValueError(
                 "mock execution needs its costs: name a table with --set models.0.execution.costs=FILE "
-                "(`python -m bench.costs --json FILE` measures one)"
+                "(`python -m bench.cost_table --json FILE` measures one)"
             )
         if self.kind is ExecutionKind.REAL and self.costs is not None:
             raise ValueError("costs are those of mock execution: set kind to mock, or remove them")

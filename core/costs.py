@@ -117,8 +117,8 @@ class StepCosts(BaseModel):
 
 
 def read_costs(path: str) -> StepCosts:
-    """Of a file that ``python -m bench.costs`` wrote. Raises ConfigError with the remedy."""
-    remedy = "name a file made by `python -m bench.costs --json FILE` in models[].execution.costs"
+    """Of a file that ``python -m bench.cost_table`` wrote. Raises ConfigError with the remedy."""
+    remedy = "name a file made by `python -m bench.cost_table --json FILE` in models[].execution.costs"
     try:
         return StepCosts.model_validate_json(Path(path).read_bytes())
     except OSError as error:

@@ -92,7 +92,7 @@ def test_a_file_that_is_no_table_is_named_with_the_remedy(tmp_path: Path, conten
     file = tmp_path / "costs.json"
     if content is not None:
         file.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"costs\.json.*python -m bench\.costs"):
+    with pytest.raises(ConfigError, match=r"costs\.json.*python -m bench\.cost_table"):
         read_costs(str(file))
 
 
