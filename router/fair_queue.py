@@ -15,7 +15,8 @@ would have none.
 
 When it is full, an arrival takes the place of the youngest ticket of a lower class (never of the oldest one of its
 class), or, within its class, of the youngest of the tenant with most tickets if the arrival's has at least two less; or
-it is refused. Tickets that were served before (their worker failed) are neither refused nor displaced.
+it is refused. Tickets that were served before (their worker failed, or had no room) are neither refused nor
+displaced, and go before all others: their answers may have begun.
 """
 
 from bisect import insort
@@ -188,9 +189,12 @@ class FairQueue:
 
     def in_turn(self) -> Iterator[Ticket]:
         """All tickets as they stand now, the next one first. Not to be changed while it is read."""
-        for lane in self._lanes_by_turn():
+        lanes = self._lanes_by_turn()
+        begun = [each for lane in lanes for mine in lane.tickets.values() for each in mine if each.was_served]
+        yield from sorted(begun, key=lambda each: each.order)
+        for lane in lanes:
             for tenant in lane.by_turn():
-                yield from lane.tickets[tenant]
+                yield from (each for each in lane.tickets[tenant] if not each.was_served)
 
     def _lanes_by_turn(self) -> list[_Lane]:
         lanes = [lane for lane in self._lanes.values() if lane.tickets]

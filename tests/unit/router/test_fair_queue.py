@@ -84,7 +84,9 @@ def test_every_ticket_leaves_once_and_the_queue_is_bounded(events: list[tuple], 
         num_new = sum(not each.was_served for each in here)
         assert num_new <= (max_waiting + len(CLASSES) - 1 if max_waiting else 0)
         for one, other in itertools.combinations(queue.in_turn(), 2):
-            if (one.tenant, one.priority_class) == (other.tenant, other.priority_class):
+            assert one.was_served or not other.was_served, "what has begun goes first"
+            kinds = [(each.tenant, each.priority_class, each.was_served) for each in (one, other)]
+            if kinds[0] == kinds[1]:
                 assert (one.priority, one.since) <= (other.priority, other.since), "within a tenant by number, then age"
 
 
