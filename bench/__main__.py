@@ -23,6 +23,7 @@ BENCHES = (
     "break_even",
     "overload",
     "router",
+    "cost_table",
 )
 
 
