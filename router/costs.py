@@ -43,12 +43,12 @@ class StepLaw:
     max_mixed_tokens: int = UNLIMITED
 
     def step_s(self, work: StepWork) -> float:
-        return (
-            self.fixed_s
-            + self.decode_row_s * work.num_decode_rows
-            + self.decode_position_s * work.num_decode_positions
-            + self.prompt_s(work.num_prompt_tokens, work.num_prompt_pairs)
-        )
+        answers_s = self.answers_s(work.num_decode_rows, work.num_decode_positions)
+        return answers_s + self.prompt_s(work.num_prompt_tokens, work.num_prompt_pairs)
+
+    def answers_s(self, num_rows: int, num_positions: int) -> float:
+        """A step of answers alone, which attend to ``num_positions`` tokens, all together."""
+        return self.fixed_s + self.decode_row_s * num_rows + self.decode_position_s * num_positions
 
     def prompt_s(self, num_tokens: int, num_pairs: int) -> float:
         """What a prompt adds to the steps that it is computed in."""
@@ -86,7 +86,7 @@ class Costs:
 
     def step_s(self, worker: WorkerAddress, num_rows: int, num_context_tokens: int) -> float:
         """One step of ``num_rows`` answers that attend to ``num_context_tokens`` tokens, all together."""
-        return self.of(worker).step_s(StepWork(num_decode_rows=num_rows, num_decode_positions=num_context_tokens))
+        return self.of(worker).answers_s(num_rows, num_context_tokens)
 
     def handoff_s(self, prefill: WorkerAddress, decode: WorkerAddress, num_bytes: int) -> float:
         """From the end of the prefill until D can run; ``num_bytes`` have not moved by then."""
@@ -113,7 +113,7 @@ class Costs:
         cost = self.of(worker)
         num_steps = -(-num_new_tokens // min(cost.max_mixed_tokens, cost.max_step_tokens))
         prompt_s = cost.prompt_s(num_new_tokens, num_pairs(num_new_tokens, num_context_tokens))
-        return num_steps * self.step_s(worker, num_rows, num_decode_positions) + prompt_s
+        return num_steps * cost.answers_s(num_rows, num_decode_positions) + prompt_s
 
     def itl_harm_s(
         self, worker: WorkerAddress, num_new_tokens: int, num_context_tokens: int = 0, *, num_rows: int
