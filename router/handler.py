@@ -17,6 +17,7 @@ from core.types import (
     ClusterStatus,
     ClusterView,
     CommandKind,
+    CostSamples,
     GatewayReport,
     LauncherReport,
     Placement,
@@ -248,7 +249,9 @@ class RouterHandler:
 
     def _hear(self, membership: Membership, load: WorkerLoad) -> bool:
         """A heartbeat: the load to the registry, what became of cached blocks to the index. False: join again."""
-        if not self._registry.heartbeat(membership, replace(load, stored_hashes=(), evicted_hashes=())):
+        if not self._registry.heartbeat(
+            membership, replace(load, stored_hashes=(), evicted_hashes=(), samples=CostSamples())
+        ):
             return False
         if self._registry.is_current(membership):
             worker = (membership.worker_id, membership.incarnation)
