@@ -370,9 +370,9 @@ class RouterConfig(_Section):
     prefill_backlog_s: float = Field(default=1, gt=0)
     """Prompts that may wait in a worker, in seconds of its work; others wait at the router, where the most urgent goes
     first."""
-    decode_backlog: float = Field(default=0.25, ge=0)
-    """Requests that a decode worker may have beyond its ``max_sequences``, as a share of them: their prompts are read
-    meanwhile."""
+    decode_backlog: float = Field(default=0.5, ge=0)
+    """Requests that a decode worker may have beyond its ``max_sequences`` and its KV blocks, as a share of them: their
+    prompts are read meanwhile, and whoever ends is followed at once."""
     max_transfers: int = Field(default=256, ge=1)
     """Hand-offs that may be in flight to one decode worker when another one is placed on it."""
     mode: Literal["auto", "split", "local"] = "auto"

@@ -123,6 +123,8 @@ class LoadBook:
         self._known: dict[WorkerKey, _Known] = {}
         """Most workers are as they were at the last decision."""
         self._refused_at: dict[WorkerKey, float] = {}
+        self._promised: dict[WorkerKey, int] = defaultdict(int)
+        """Blocks at decode workers of all open placements."""
 
     def __len__(self) -> int:
         return len(self._reservations)
@@ -145,6 +147,7 @@ class LoadBook:
             num_projected=num_projected - request.num_prompt_tokens,
             expires_at=now + request.deadline_s + EXPIRY_MARGIN_S,
         )
+        self._promised[decode] += path.decode.blocks_for(num_projected)
         reads_here = num_new if prefill == decode else 0
         self._extras[decode].add(placement_id, _Share(now, reads_here, path.decode.blocks_for(num_projected), 1))
         if path.prefill is not None and prefill != decode:
@@ -162,6 +165,7 @@ class LoadBook:
         if reservation is None:
             return None
         now, prefill, decode = self._clock.now(), reservation.prefill, reservation.decode
+        self._promised[decode] -= reservation.num_decode_blocks
         if was_refused:
             self._refused_at |= {prefill: now, decode: now}
         elif decode in self._extras and placement_id not in self._extras[decode].shares:
@@ -188,7 +192,7 @@ class LoadBook:
         ]
         for placement_id in gone:
             self.release(placement_id)
-        for book in (self._num_placed, self._extras, self._known, self._refused_at):
+        for book in (self._num_placed, self._extras, self._known, self._refused_at, self._promised):
             for key in book.keys() - living:
                 del book[key]
         return len(gone)
@@ -207,8 +211,14 @@ class LoadBook:
             extra = self._extras[key].sum
         is_refusing = self._refused_at.get(key, -1.0) > now - worker.heartbeat_age_s
         known = self._known.get(key)
-        same = (num_placed, extra, is_refusing)
-        if known is not None and (known.num_placed, known.extra, known.candidate.is_refusing) == same:
+        promised = self._promised.get(key, 0)
+        same = (num_placed, extra, is_refusing, promised)
+        if known is not None and same == (
+            known.num_placed,
+            known.extra,
+            known.candidate.is_refusing,
+            known.candidate.promised_blocks,
+        ):
             before = known.worker
             if before.load is load and before.registration is registration and before.state is worker.state:
                 return known.candidate
@@ -231,6 +241,7 @@ class LoadBook:
             held_blocks=load.held_bytes // max(1, registration.block_bytes),
             num_transfers=load.num_transfers,
             is_refusing=is_refusing,
+            promised_blocks=promised,
             place=place_of(registration),
             broken_pairs=frozenset(load.broken_pairs),
         )

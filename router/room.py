@@ -21,8 +21,9 @@ class RoomLimits:
     prefill_backlog_s: float = 1.0
     """Twice as much of the high class: where the pool's ``policy`` is ``priority``, it does not wait for the others
     there."""
-    decode_backlog: float = 0.25
-    """Requests beyond a decode worker's batch, as a share of it: their prompts are computed meanwhile."""
+    decode_backlog: float = 0.5
+    """Requests beyond a decode worker's batch and blocks, as a share of them: their prompts are computed meanwhile, and
+    whoever ends is followed at once."""
     held_fraction: float = 0.9
     """Quota of a prefill worker for KV that waits to be taken."""
     max_transfers: int = 256
@@ -87,8 +88,9 @@ class Room:
             return
         projected = num_tokens + min(self.request.max_new_tokens, self.settings.projected_tokens)
         needed = min(worker.blocks_for(projected), worker.num_blocks)
-        if worker.used_blocks + needed > worker.num_blocks:
-            yield f"has {worker.num_blocks - worker.used_blocks} free KV blocks of {worker.num_blocks}"
+        taken, blocks = max(worker.used_blocks, worker.promised_blocks), worker.num_blocks
+        if taken + needed > blocks + int(more * limits.decode_backlog * blocks):
+            yield f"has promised {taken} KV blocks of {blocks}"
         most = worker.max_sequences + int(more * limits.decode_backlog * worker.max_sequences)
         if worker.num_requests >= most:
             yield f"has {worker.num_requests} requests ({worker.max_sequences} run at once)"

@@ -35,6 +35,8 @@ class Candidate:
     """Of the used ones, those that a prefill worker holds for decode workers."""
     num_transfers: int = 0
     """Hand-offs that a decode worker fetches now. They take turns."""
+    promised_blocks: int = 0
+    """Of a decode worker: for all that was placed on it and has not ended, whether or not it has given them yet."""
     is_refusing: bool = False
     """It has refused a request for lack of room since its last report."""
     place: tuple[str, str, str] = ("", "", "")

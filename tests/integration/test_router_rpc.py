@@ -158,9 +158,9 @@ async def test_without_room_a_request_waits_and_a_refusal_says_why_over_the_wire
     scene.join(server, "p0", Role.PREFILL)
     decode = scene.join(server, "d0", Role.DECODE)
     await router.place(make_request("first", deadline_s=PATIENCE_S))
-    decode.num_running = 10  # of 8 at once, and a quarter more
+    decode.num_running = 12  # of 8 at once, and half as many more
     async with asyncio.timeout(PATIENCE_S):
-        while (await router.status()).workers[0].load.num_running != 10:
+        while (await router.status()).workers[0].load.num_running != 12:
             await asyncio.sleep(0.01)
     waits = asyncio.create_task(router.place(make_request("second", deadline_s=PATIENCE_S)))
     async with asyncio.timeout(PATIENCE_S):

@@ -43,8 +43,8 @@ D = make_candidate("d0", Role.DECODE, num_blocks=100)
         (replace(P, model="not measured", num_requests=5, queued_prompt_tokens=10**6), ""),
         (replace(P, num_requests=5, held_blocks=83), ""),
         (replace(P, num_requests=5, held_blocks=84), "holds 84 of 90 blocks for decode workers"),
-        (replace(D, num_requests=9, used_blocks=89), ""),
-        (replace(D, num_requests=9, used_blocks=90), "10 free KV blocks of 100"),
+        (replace(D, num_requests=9, used_blocks=100, promised_blocks=114), ""),
+        (replace(D, num_requests=9, used_blocks=100, promised_blocks=115), "has promised 115 KV blocks of 100"),
         (replace(D, num_requests=10), "has 10 requests"),
         (replace(D, num_requests=1, num_transfers=4), "4 transfers in flight"),
         (replace(D, is_refusing=True), "has just refused a request"),
@@ -62,12 +62,12 @@ def test_an_empty_worker_has_room_for_whatever_it_can_hold() -> None:
 
 
 def test_a_prompt_is_not_read_before_a_decode_worker_has_room_for_it() -> None:
-    full = replace(D, num_requests=9, used_blocks=99)
+    full = replace(D, num_requests=9, used_blocks=99, promised_blocks=120)
     room = room_of(P, full)
     choice = decide(room.request, room.snapshot, room.settings)
     assert isinstance(choice, Choice) and not room.has_path(choice.path)
     assert isinstance(decide(room.request, room.narrowed(), room.settings), Shortfall)
-    assert room.message() == "model 'tiny' has no room now: d0 has 1 free KV blocks of 100"
+    assert room.message() == "model 'tiny' has no room now: d0 has promised 120 KV blocks of 100"
 
 
 def test_the_best_of_those_with_room_is_taken() -> None:
