@@ -148,12 +148,17 @@ class PoolKeeper:
         the router's, with the rest to be done next time."""
         await self._forget_ended()
         self._take_sizes(await router.report_pools(LauncherReport(pools=self._sizes(), problems=self._problems())))
-        statuses: dict[str, WorkerStatus] = {w.registration.worker_id: w for w in (await router.status()).workers}
+        status = await router.status()
+        desired = {pool: replicas for pool, (replicas, _) in self._desired.items()}
+        if any(desired.get((pool.model, pool.role), pool.desired) != pool.desired for pool in status.pools):
+            self._wake.set()  # changed in between, with what it means for workers: only one moment's view is acted on
+            return
+        statuses: dict[str, WorkerStatus] = {w.registration.worker_id: w for w in status.workers}
         for worker in self._workers.values():
             self._look_at(worker, statuses.get(worker.name))
         await self._stop_hanging()
         members = [self._member(worker, statuses.get(worker.name)) for worker in self._workers.values()]
-        steps = plan({pool: replicas for pool, (replicas, _) in self._desired.items()}, members)
+        steps = plan(desired, members)
         for name in steps.cancel:
             self._say(f"{name} is not needed any more")
             await self._stop(name)
@@ -255,9 +260,10 @@ class PoolKeeper:
 
 
 def _standing(worker: _Worker, status: WorkerStatus | None) -> Standing:
-    if worker.state is not ComponentState.READY:
-        return Standing.IDLE
+    """Either side may hear later than the other that it serves."""
+    is_running = worker.state is ComponentState.READY
     if status is None:
-        return Standing.UNKNOWN
-    standings = {WorkerState.LOST: Standing.IDLE, WorkerState.SUSPECT: Standing.SUSPECT}
-    return standings.get(status.state, Standing.READY)
+        return Standing.UNKNOWN if is_running else Standing.IDLE
+    if status.state is WorkerState.LOST or (status.state is WorkerState.SUSPECT and not is_running):
+        return Standing.IDLE
+    return Standing.SUSPECT if status.state is WorkerState.SUSPECT else Standing.READY

@@ -225,3 +225,29 @@ async def test_a_worker_that_the_launcher_refuses_is_not_counted(site: Site, mon
         with pytest.raises(LaunchError):
             await site.reconcile()
     assert await site.reconcile() == ["decode-0", "decode-1", "decode-2", "prefill-0"]
+
+
+async def test_a_flip_between_two_questions_to_the_router_moves_nobody(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its new sizes and the worker that takes the other role belong together."""
+    whole = site.report_pools
+
+    async def then_flip(report: LauncherReport) -> tuple[PoolSize, ...]:
+        sizes = await whole(report)
+        await site.handler.flip("decode-1", "")
+        return sizes
+
+    before = sorted(site.running)
+    with monkeypatch.context() as patched:
+        patched.setattr(site, "report_pools", then_flip)
+        assert await site.reconcile() == before
+    assert await site.reconcile() == before and site.draining() == ["decode-1"]
+    (worker,) = [w for w in site.handler._registry.workers() if w.registration.worker_id == "decode-1"]
+    assert worker.next_role is Role.PREFILL
+
+
+async def test_who_serves_is_drained_also_before_the_launcher_has_heard_of_it(site: Site) -> None:
+    site.note("decode-1", ComponentState.STARTED, pid=site.running["decode-1"])
+    await site.scale(decode=1)
+    assert await site.reconcile() == ["decode-0", "decode-1", "prefill-0"] and len(site.draining()) == 1
