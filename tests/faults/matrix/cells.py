@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ class Act(StrEnum):
 
 
 LOSS_S = 4.0
+_UNDOING_S = 2.0
+"""Until all is as before, in a sample's reckoning."""
 _LOSSES = (Act.DROP, Act.RESET, Act.BLACKHOLE, Act.HALF_OPEN)
 _PROCESSES = (Act.KILL, Act.RESTART, Act.STOP_3, Act.STOP_8, Act.STOP_20)
 
@@ -89,17 +92,18 @@ def all_cells(seed: int = 0) -> dict[str, list[Cell]]:
 
 
 def sample(seed: int, lasts_s: float) -> list[Cell]:
-    """Of every part some, of short acts only, that together last so long."""
+    """Of every part in turn one whose act is short, of another state each, as long as together they last so long."""
     choose = random.Random(seed)
-    cells = [cell for part in all_cells(seed).values() for cell in part if cell.act.lasts_s <= LOSS_S]
-    choose.shuffle(cells)
+    parts = [[cell for cell in part if cell.act.lasts_s <= LOSS_S] for part in all_cells(seed).values()]
     chosen: list[Cell] = []
-    for cell in cells:
-        lasts_s -= cell.act.lasts_s + 2.0
+    for part in itertools.cycle([part for part in parts if part]):
+        seen = {cell.state for cell in chosen[-len(STATES) + 1 :]}
+        cell = choose.choice([cell for cell in part if cell.state not in seen] or part)
+        lasts_s -= cell.act.lasts_s + _UNDOING_S
         if lasts_s < 0:
-            break
+            return chosen
         chosen.append(cell)
-    return chosen
+    raise AssertionError("there are cells")
 
 
 def _combinations() -> Iterator[tuple[str, Act, Whom, str]]:
