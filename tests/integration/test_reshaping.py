@@ -22,7 +22,7 @@ POOLS = (
 
 
 async def reshape(path: Path, num_changes: int, *, seed: int, drain_s: float) -> None:
-    """So many scale-downs and flips; then a worker is told to end twice, and of many changes one of the other role once."""
+    """So many scale-downs and flips; then a worker is told to end twice, and in the long run another one once."""
     draw, changes = random.Random(seed), Counter[str]()
     async with ProcessCluster(path, *POOLS, f"worker.drain_s={drain_s}", is_kept=True) as cluster:
         async with under_load(cluster, num_streams=4) as load:
