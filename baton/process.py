@@ -51,7 +51,8 @@ def _worker(options: argparse.Namespace, config: ClusterConfig) -> Coroutine[Any
     model, role = config.model(options.model), Role(options.role)
     if role not in model.pools:
         raise ConfigError(f"model {model.name!r} has no {role} pool; pools: {', '.join(model.pools)}")
-    set_worker_environment(model.pools[role].num_threads)
+    pool = model.pools[role]
+    set_worker_environment(pool.num_threads, interprets=pool.device == "interpreter")
     from baton.roles import make_role
     from worker.lives import run_worker
 

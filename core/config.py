@@ -79,6 +79,9 @@ class PoolConfig(_Section):
     max_mixed_tokens: int = Field(default=256, ge=1)
     """Prompt tokens of a step in which answers advance too: bounds what a prompt adds to the time between two
     tokens."""
+    device: Literal["auto", "cpu", "cuda", "interpreter"] = "auto"
+    """Where its workers compute. ``auto``: the GPU where there is one. ``interpreter`` runs the GPU's kernels on a CPU,
+    thousands of times slower, for tests."""
     num_threads: int = Field(default=1, ge=1)
     """CPU threads of one worker. One, pinned, is fastest on shared cores."""
     resources: Resources = Resources()
@@ -86,7 +89,7 @@ class PoolConfig(_Section):
 
 class KVConfig(_Section):
     block_size: int = Field(default=16, ge=1, le=1024)
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     num_blocks: int | Literal["auto"] = "auto"
     memory_bytes: int | Literal["auto"] = "auto"
     """Size of the KV pool of one worker, when ``num_blocks`` is ``auto``. ``auto`` on CPU: 2 GiB, at most 1/8 of the
@@ -208,7 +211,7 @@ class ModelConfigSection(_Section):
     path: str = DEFAULT_MODEL
     """An alias, a local folder, a .gguf file, or a hub id."""
     max_context: int | Literal["auto"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
+    dtype: Literal["auto", "float32", "float16", "bfloat16", "int8"] = "auto"
     invariant: bool = True
     """Bitwise equal results under any batching (law 3)."""
     execution: ExecutionConfig = ExecutionConfig()
@@ -665,14 +668,19 @@ def _descend(section: Any, part: str) -> Any:
 # -- the process environment ------------------------------------------------------------------------------------------
 
 
-def set_worker_environment(num_threads: int) -> None:
-    """Thread counts of native libraries and transport settings. Must run before torch, numpy or nixl are imported.
+def set_worker_environment(num_threads: int, *, interprets: bool = False) -> None:
+    """Thread counts of native libraries and transport settings, and whether Triton interprets its kernels. Must run
+    before torch, triton, numpy or nixl are imported.
 
     One thread per worker by default: spinning OpenMP threads on shared cores cost up to 100x (measured).
     """
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[name] = str(num_threads)
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    if interprets:
+        os.environ["TRITON_INTERPRET"] = "1"
+    else:
+        os.environ.pop("TRITON_INTERPRET", None)
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
     os.environ.setdefault("UCX_LOG_FILE", "stderr")  # UCX logs to standard output otherwise
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.kv_cache import KVCache
 from engine.model.attention import AttentionPlan, Span
+from engine.model.attention_cpu import CpuAttention
 from engine.model.linear import round_up
 from engine.scheduler import Chunk
 
@@ -24,7 +25,20 @@ class StepBatch:
     num_tokens: int
 
 
-def build_batch(chunks: Sequence[Chunk], cache: KVCache, *, num_heads: int, row_multiple: int) -> StepBatch:
+def make_plan(
+    cache: KVCache, spans: Sequence[Span], num_heads: int, *, num_rows: int = 0, invariant: bool = True
+) -> AttentionPlan:
+    """The attention of a step of ``num_rows`` rows on the cache's device."""
+    if not cache.device.has_triton:
+        return CpuAttention(cache, spans, num_heads)
+    from engine.model.attention_gpu import GpuAttention  # imports Triton
+
+    return GpuAttention(cache, spans, num_heads, num_rows=num_rows, invariant=invariant)
+
+
+def build_batch(
+    chunks: Sequence[Chunk], cache: KVCache, *, num_heads: int, row_multiple: int, invariant: bool = True
+) -> StepBatch:
     """Lay out the chunks."""
     tokens: list[int] = []
     spans: list[Span] = []
@@ -40,10 +54,11 @@ def build_batch(chunks: Sequence[Chunk], cache: KVCache, *, num_heads: int, row_
     num_tokens = len(tokens)
     padding = [0] * (round_up(num_tokens, row_multiple) - num_tokens)
     sampled_rows += [0] * (round_up(len(sampled_rows), row_multiple) - len(sampled_rows))
+    device = cache.device.torch
     return StepBatch(
-        tokens_T=torch.tensor(tokens + padding),
-        plan=AttentionPlan(cache, spans, num_heads),
+        tokens_T=torch.tensor(tokens + padding).to(device),
+        plan=make_plan(cache, spans, num_heads, num_rows=len(tokens) + len(padding), invariant=invariant),
         sampled=tuple(sampled),
-        sampled_rows_R=torch.tensor(sampled_rows, dtype=torch.long),
+        sampled_rows_R=torch.tensor(sampled_rows, dtype=torch.long).to(device),
         num_tokens=num_tokens,
     )

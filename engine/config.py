@@ -7,6 +7,7 @@ from typing import Literal
 from core.costs import StepCosts
 from core.errors import ConfigError
 from core.kv import KVFormat
+from engine.device import Device, resolve_device
 from engine.dtypes import quantisation_of, resolve_dtypes
 from engine.kv_cache import KVShape, num_blocks_for
 from engine.mock import as_mock
@@ -29,10 +30,12 @@ class EngineConfig:
     max_sequences: int = 64
     max_context: int | Literal["auto"] = "auto"
     """``auto``: what the model was trained for."""
+    device: str = "auto"
+    """cpu, cuda, or interpreter (:mod:`engine.device`). ``auto``: the GPU where there is one."""
     dtype: str = "auto"
-    """Of weights and arithmetic: float32, bfloat16 or int8."""
+    """Of weights and arithmetic; what a device has: :mod:`engine.dtypes`."""
     kv_dtype: str = "auto"
-    """float32 or bfloat16. ``auto``: as docs/measurements.md found it best beside ``dtype``."""
+    """``auto``: as docs/measurements.md found it best beside ``dtype``."""
     invariant: bool = True
     """Law 3 bitwise: rows of a step are padded so that none depends on the others."""
     prefix_cache: bool = True
@@ -59,6 +62,7 @@ class EngineLimits:
     vocab_size: int
     max_sequences: int
     max_step_tokens: int
+    device: Device = Device.CPU
     is_mock: bool = False
     """No model is run."""
 
@@ -66,7 +70,8 @@ class EngineLimits:
 def resolve(files: ModelFiles, config: EngineConfig) -> tuple[KVFormat, KVShape, EngineLimits]:
     """Replace every ``auto``. Raises :class:`ConfigError` where the choices cannot work, with the remedy."""
     model = files.config
-    dtype, kv_dtype = resolve_dtypes(config.dtype, config.kv_dtype)
+    device = Device.CPU if config.costs is not None else resolve_device(config.device)
+    dtype, kv_dtype = resolve_dtypes(config.dtype, config.kv_dtype, device)
     max_context = model.max_context if config.max_context == "auto" else config.max_context
     if max_context > model.max_context:
         raise ConfigError(
@@ -110,6 +115,7 @@ def resolve(files: ModelFiles, config: EngineConfig) -> tuple[KVFormat, KVShape,
         vocab_size=model.vocab_size,
         max_sequences=config.max_sequences,
         max_step_tokens=config.max_step_tokens,
+        device=device,
         is_mock=config.costs is not None,
     )
     return kv_format, shape, limits

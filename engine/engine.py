@@ -121,7 +121,7 @@ class Engine:
 
     def __init__(self, files: ModelFiles, config: EngineConfig, *, model: Decoder | None = None) -> None:
         self.format, shape, self.limits = resolve(files, config)
-        self.cache = KVCache(shape, self.limits.num_blocks)
+        self.cache = KVCache(shape, self.limits.num_blocks, self.limits.device)
         self.execution: Execution = (
             self._forward_pass(files, config, model)
             if config.costs is None
@@ -130,7 +130,9 @@ class Engine:
         self.grammars = Grammars(
             files.tokenizer(), vocab_size=self.limits.vocab_size, eos_token_ids=files.config.eos_token_ids
         )
-        if config.prefault and config.costs is None:  # mock execution leaves most of it alone
+        if (
+            config.prefault and config.costs is None and self.cache.prefault is not None
+        ):  # mock execution leaves most of it alone
             self.cache.prefault.start()
         self._begin(config)
 
@@ -160,8 +162,8 @@ class Engine:
 
     def _forward_pass(self, files: ModelFiles, config: EngineConfig, model: Decoder | None) -> ForwardPass:
         dtype = self.format.compute_dtype
-        weights = model or Decoder(files, max_context=self.limits.max_context, dtype=dtype)
-        assert weights.dtype == dtype, "shared weights are of one dtype"
+        weights = model or Decoder(files, max_context=self.limits.max_context, dtype=dtype, device=self.limits.device)
+        assert (weights.dtype, weights.device) == (dtype, self.limits.device), "shared weights are of one kind"
         return ForwardPass(weights, self.cache, invariant=config.invariant)
 
     def renew(self, config: EngineConfig) -> None:
@@ -176,7 +178,8 @@ class Engine:
     def close(self) -> None:
         """End what the engine runs beside its steps. No step may follow."""
         self.grammars.close()
-        self.cache.prefault.stop()
+        if self.cache.prefault is not None:
+            self.cache.prefault.stop()
 
     # -- facts --------------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from core.errors import ConfigError
 from core.kv import DTYPE_BYTES, KVGeometry, MemoryRegion
+from engine.device import Device
 from engine.prefault import Prefault
 
 KV_REGION = "kv"
@@ -51,9 +52,12 @@ def num_blocks_for(shape: KVShape, *, memory_bytes: int, min_tokens: int) -> int
 
 
 class KVCache:
-    """Owns the memory. It starts as zeros and is touched page by page as blocks are first written, or before."""
+    """Owns the memory. It starts as zeros; on CPU it is touched page by page as blocks are first written, or before."""
 
-    def __init__(self, shape: KVShape, num_blocks: int) -> None:
+    def __init__(self, shape: KVShape, num_blocks: int, device: Device = Device.CPU) -> None:
+        self.device = device
+        self.prefault: Prefault | None = None
+        """Of a CPU's memory; not started."""
         self.geometry = KVGeometry(
             num_blocks=num_blocks,
             block_size=shape.block_size,
@@ -63,30 +67,50 @@ class KVCache:
             dtype_bytes=DTYPE_BYTES[shape.dtype],
         )
         assert self.geometry.block_bytes == shape.block_bytes
-        num_bytes = num_blocks * shape.block_bytes
+        sizes = (num_blocks, shape.num_kv_heads, shape.num_layers, 2, shape.block_size, shape.head_dim)
+        if device is Device.CUDA:
+            self.tensor = self._on_gpu(sizes, TORCH_DTYPES[shape.dtype])
+        else:
+            self.tensor = self._on_cpu(num_blocks * shape.block_bytes, TORCH_DTYPES[shape.dtype]).view(sizes)
+        self.region = MemoryRegion(
+            name=KV_REGION,
+            address=self.tensor.data_ptr(),
+            num_bytes=num_blocks * shape.block_bytes,
+            device=str(self.tensor.device),
+        )
+
+    @property
+    def array(self) -> npt.NDArray[np.float32 | np.uint16]:
+        """The memory of a CPU for compiled code; bfloat16 as its bits."""
+        is_half = self.tensor.dtype == torch.bfloat16
+        return (self.tensor.view(torch.uint16) if is_half else self.tensor).numpy()
+
+    def _on_gpu(self, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        try:
+            return torch.zeros(sizes, dtype=dtype, device=self.device.torch)
+        except torch.OutOfMemoryError:
+            free, total = torch.cuda.mem_get_info()
+            raise ConfigError(
+                f"the GPU has {free} of {total} bytes free, {sizes[0]} KV blocks need {self.geometry.num_bytes}; "
+                "lower models[].kv.memory_bytes or num_blocks"
+            ) from None
+
+    def _on_cpu(self, num_bytes: int, dtype: torch.dtype) -> Tensor:
         # An anonymous mapping is page-aligned, zero, and costs nothing until it is touched; torch.zeros would touch
         # it all.
         try:
             self._memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
             raise ConfigError(
-                f"cannot have {num_bytes} bytes for {num_blocks} KV blocks ({error}); "
+                f"cannot have {num_bytes} bytes for {self.geometry.num_blocks} KV blocks ({error}); "
                 "lower models[].kv.memory_bytes or num_blocks"
             ) from None
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
-        self.tensor: Tensor = torch.frombuffer(self._memory, dtype=TORCH_DTYPES[shape.dtype]).view(
-            num_blocks, shape.num_kv_heads, shape.num_layers, 2, shape.block_size, shape.head_dim
-        )
-        self.region = MemoryRegion(name=KV_REGION, address=self.tensor.data_ptr(), num_bytes=num_bytes)
-        assert self.region.address % mmap.PAGESIZE == 0
-        self.prefault = Prefault(self._memory, self.region.address)
-        """Not started."""
-        is_half = shape.dtype == "bfloat16"
-        self.array: npt.NDArray[np.float32 | np.uint16] = (
-            self.tensor.view(torch.uint16) if is_half else self.tensor
-        ).numpy()
-        """The same memory for compiled code; bfloat16 as its bits."""
+        memory = torch.frombuffer(self._memory, dtype=dtype)
+        assert memory.data_ptr() % mmap.PAGESIZE == 0
+        self.prefault = Prefault(self._memory, memory.data_ptr())
+        return memory
 
     def copy_block(self, source: int, target: int, num_slots: int) -> None:
         """Copy the first ``num_slots`` tokens of a block (it may be the target); the rest of the target becomes

@@ -71,7 +71,8 @@ class WorkerMetrics:
         blocks = load.blocks
         for kind in ("custody", "in_use", "leased", "cached", "free", "reserved"):
             self._blocks.labels(**self._own, kind=kind).set(getattr(blocks, kind))
-        self._touched.labels(**self._own).set(self._engine.cache.prefault.touched_bytes)
+        prefault = self._engine.cache.prefault
+        self._touched.labels(**self._own).set(0 if prefault is None else prefault.touched_bytes)
         self._running.labels(**self._own).set(load.num_running)
         self._waiting.labels(**self._own).set(load.num_waiting)
         for backend, num_bytes in load.kv_bytes_received:

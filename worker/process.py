@@ -433,6 +433,7 @@ def engine_config(model: ModelConfigSection, role: Role) -> EngineConfig:
         max_step_tokens=pool.max_step_tokens,
         max_sequences=pool.max_sequences,
         max_context=model.max_context,
+        device=pool.device,
         dtype=model.dtype,
         kv_dtype=model.kv.dtype,
         invariant=model.invariant,

@@ -1,21 +1,15 @@
-"""The attention of one step: where its rows find their keys, once for all layers.
-
-The arithmetic is :mod:`engine.kernels.attention`'s. KV may be kept in bfloat16; all arithmetic is in float32.
+"""The attention of one step, as the decoder sees it: where the step's rows find their keys is settled once for all
+layers. :mod:`engine.model.attention_cpu` and :mod:`engine.model.attention_gpu` implement it.
 
 Legend: T rows of the step, H query heads, K kv heads, D head_dim.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from engine.kernels.attention import ITEM_ROWS, make_append, make_attend
-from engine.kernels.simd import KEYS
-from engine.kv_cache import KVCache
-from engine.model.linear import round_up
 from engine.model.rope import RopeTables
 
 
@@ -34,56 +28,29 @@ class Span:
         return self.start + self.num_tokens
 
 
-class AttentionPlan:
-    """Index arrays of one step. ``spans`` are in row order; rows behind them are padding."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QkNorm:
+    """The norm of each head of q and k before they are rotated."""
 
-    def __init__(self, cache: KVCache, spans: Sequence[Span], num_heads: int) -> None:
-        geometry = cache.geometry
-        block_size, head_dim, group = geometry.block_size, geometry.head_dim, num_heads // geometry.num_kv_heads
-        tables: list[int] = []
-        items: list[tuple[int, int, int, int]] = []
-        positions: list[int] = []
-        blocks: list[int] = []
-        for span in spans:
-            row = len(positions) - span.start
-            items += [
-                (row + first, min(ITEM_ROWS, span.end - first), first, len(tables))
-                for first in range(span.start, span.end, ITEM_ROWS)
-            ]
-            positions += range(span.start, span.end)
-            blocks += [span.block_table[position // block_size] for position in range(span.start, span.end)]
-            tables += span.block_table[: geometry.blocks_for(span.end)]
-        self._positions_T = np.array(positions, np.int64)
-        self._blocks_T = np.array(blocks, np.int64)
-        self._slots_T = self._positions_T % block_size
-        self._tables = np.array(tables, np.int64)
-        self._items = np.array(items, np.int64).reshape(-1, 4)
-        most_rows = max((num_rows for _, num_rows, _, _ in items), default=0)
-        most_keys = round_up(max((span.end for span in spans), default=0), KEYS)
-        self._scores = np.empty((most_rows, group, most_keys), np.float32)
-        self._tile = np.empty((KEYS, head_dim), np.float32)
-        self._scale = np.float32(head_dim**-0.5)
-        self._kv = cache.array
-        is_half = cache.tensor.dtype == torch.bfloat16
-        self._append = make_append(head_dim, is_half=is_half)
-        self._attend = make_attend(head_dim, group, is_half=is_half)
+    gains_2D: Tensor
+    """Of q, then of k."""
+    eps: float
 
-    def attend(self, layer: int, qkv: Tensor, rope: RopeTables, out_THD: Tensor, window: int | None = None) -> None:
-        """Rotate q and k of ``qkv [T, H + 2 K, D]`` in place, store K and V of the step's rows, and write
+
+class AttentionPlan(Protocol):
+    """Index arrays of one step."""
+
+    def attend(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rope: RopeTables,
+        out_THD: Tensor,
+        *,
+        norm: QkNorm | None = None,
+        window: int | None = None,
+    ) -> None:
+        """Norm and rotate q and k of ``qkv [T, H + 2 K, D]``, store K and V of the step's rows, and write
         ``out = softmax(q K^T / sqrt(D)) V`` over each row's context: with a ``window`` over its own key and the
-        ``window - 1`` before it.
+        ``window - 1`` before it. ``qkv`` is overwritten; padding rows of ``out`` are left alone.
         """
-        rows = qkv.numpy()
-        self._append(rows, rope.cos, rope.sin, self._positions_T, self._kv, layer, self._blocks_T, self._slots_T)
-        self._attend(
-            rows,
-            self._kv,
-            layer,
-            self._tables,
-            self._items,
-            out_THD.numpy(),
-            self._scores,
-            self._tile,
-            self._scale,
-            window or 0,
-        )

@@ -1,7 +1,8 @@
 """The decoder of all families: pre-norm RMSNorm, rotary attention, gated MLP; what differs is in ``Family``.
 
-Plain torch on CPU. Fused q/k/v and gate/up products; the head runs on the rows that are sampled only. Layers with a
-sliding window keep the KV of the whole context like the others.
+On CPU and GPU: products (:mod:`engine.model.linear`) and attention come from elsewhere. Fused q/k/v and gate/up
+products; the head runs on the rows that are sampled only. Layers with a sliding window keep the KV of the whole context
+like the others.
 
 Legend: T rows of the step (padded), H query heads, K kv heads, D head_dim, V vocabulary, R sampled rows (padded).
 """
@@ -12,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.model.attention import AttentionPlan
+from engine.device import Device
+from engine.model.attention import AttentionPlan, QkNorm
 from engine.model.linear import Linear, Linears, NormedLinear, make_linears
 from engine.model.mlp import Experts, GatedMLP
 from engine.model.rope import RopeTables, rope_tables
@@ -24,8 +26,7 @@ from modelfiles.model import ModelFiles
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layer:
     qkv: NormedLinear
-    qk_gain_HD: Tensor | None
-    """Gains of the norm of each head of q and k."""
+    qk_norm: QkNorm | None
     attention_out: Linear
     attention_post_gain: Tensor | None
     mlp: Linear
@@ -37,11 +38,13 @@ class _Layer:
 class Decoder:
     """The weights and one forward pass. Holds no progress: KV lives in the cache, sequences in the engine."""
 
-    def __init__(self, files: ModelFiles, *, max_context: int, dtype: str = "float32") -> None:
+    def __init__(
+        self, files: ModelFiles, *, max_context: int, dtype: str = "float32", device: Device = Device.CPU
+    ) -> None:
         reader = WeightReader(files)
         self.config = config = files.config
-        self.dtype = dtype
-        self._linears = make_linears(dtype, may_rotate=not files.config.family.has_post_norms)
+        self.dtype, self.device = dtype, device
+        self._linears = make_linears(dtype, device, may_rotate=not files.config.family.has_post_norms)
         read = _LayerReader(config, reader, self._linears)
         hidden, head_dim = config.hidden_size, config.head_dim
         embedding = reader.tensor("model.embed_tokens.weight", config.vocab_size, hidden)
@@ -53,10 +56,11 @@ class Decoder:
         head, head_bias = (embedding, None) if is_tied else reader.fused({"lm_head": config.vocab_size}, hidden)
         self._head = self._linears.normed(norm, head, head_bias, config.rms_norm_eps)
         reader.check_all_read("lm_head.weight")  # a tied head may be in the files too
-        self._rope = rope_tables(head_dim, config.rope_theta, config.rope_scaling, max_context)
+        place = self._linears.device
+        self._rope = rope_tables(head_dim, config.rope_theta, config.rope_scaling, max_context, place)
         self._local_rope = self._rope
         if config.rope_local_theta is not None and config.sliding_layers:
-            self._local_rope = rope_tables(head_dim, config.rope_local_theta, None, max_context)
+            self._local_rope = rope_tables(head_dim, config.rope_local_theta, None, max_context, place)
 
     @property
     def row_multiple(self) -> int:
@@ -68,7 +72,7 @@ class Decoder:
         x = F.embedding(tokens_T, self._embedding)
         if self._embedding_scale is not None:
             x.mul_(self._embedding_scale)
-        attended_THD = torch.zeros(len(tokens_T), self.config.num_heads, self.config.head_dim)
+        attended_THD = x.new_zeros(len(tokens_T), self.config.num_heads, self.config.head_dim)
         for index, layer in enumerate(self._layers):
             self._attend(index, layer, x, plan, attended_THD)
             self._add(x, layer.attention_out, attended_THD.view(len(tokens_T), -1), layer.attention_post_gain)
@@ -78,21 +82,19 @@ class Decoder:
     def compile(self, plan: AttentionPlan) -> None:
         """Have what is compiled at its first use compiled now; ``plan`` has no rows."""
         config = self.config
-        qkv = torch.zeros(1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
-        plan.attend(0, qkv, self._rope, torch.zeros(1, config.num_heads, config.head_dim))
+        row = torch.zeros(config.head_dim, dtype=self._linears.dtype, device=self._linears.device)
+        qkv = row.repeat(1, config.num_heads + 2 * config.num_kv_heads, 1)
+        plan.attend(0, qkv, self._rope, row.repeat(1, config.num_heads, 1))
 
     def logits(self, hidden_R: Tensor) -> Tensor:
         """Scores ``[R, V]`` of rows of :meth:`forward`'s result."""
-        return self._head(hidden_R)
+        return self._head(hidden_R).float()
 
     def _attend(self, index: int, layer: _Layer, x: Tensor, plan: AttentionPlan, out_THD: Tensor) -> None:
         config = self.config
         qkv = layer.qkv(x).view(len(x), -1, config.head_dim)
-        if layer.qk_gain_HD is not None:
-            qk_THD = qkv[:, : config.num_heads + config.num_kv_heads]
-            qk_THD.copy_(F.rms_norm(qk_THD, qk_THD.shape[-1:], None, config.rms_norm_eps).mul_(layer.qk_gain_HD))
         rope: RopeTables = self._rope if layer.window is None else self._local_rope
-        plan.attend(index, qkv, rope, out_THD, layer.window)
+        plan.attend(index, qkv, rope, out_THD, norm=layer.qk_norm, window=layer.window)
 
     def _add(self, residual: Tensor, layer: Linear, x: Tensor, post_gain: Tensor | None) -> None:
         if post_gain is None:
@@ -125,23 +127,26 @@ class _LayerReader:
                 *reader.fused(qkv, hidden, has_bias=config.attention_bias),
                 config.rms_norm_eps,
             ),
-            qk_gain_HD=self._qk_gain(attention) if family.has_qk_norm else None,
+            qk_norm=self._qk_norm(attention) if family.has_qk_norm else None,
             attention_out=linears.linear(
                 *reader.fused({f"{attention}.o_proj": hidden}, config.q_size), is_residual=True
             ),
-            attention_post_gain=self.gain(f"{name}.post_attention_layernorm", hidden) if has_post_norms else None,
+            attention_post_gain=self._post_gain(f"{name}.post_attention_layernorm") if has_post_norms else None,
             mlp=self._mlp(index, self.gain(mlp_norm, hidden)),
-            mlp_post_gain=self.gain(f"{name}.post_feedforward_layernorm", hidden) if has_post_norms else None,
+            mlp_post_gain=self._post_gain(f"{name}.post_feedforward_layernorm") if has_post_norms else None,
             window=config.window_of(index),
         )
 
-    def _qk_gain(self, attention: str) -> Tensor:
+    def _post_gain(self, name: str) -> Tensor:
+        return self._linears.vector(self.gain(name, self._config.hidden_size))
+
+    def _qk_norm(self, attention: str) -> QkNorm:
         config = self._config
         q, k = (self.gain(f"{attention}.{part}_norm", config.head_dim) for part in "qk")
         if config.query_scalar is not None:
             # Attention divides by the root of head_dim.
             q.mul_((config.head_dim / config.query_scalar) ** 0.5)
-        return torch.cat([q.expand(config.num_heads, -1), k.expand(config.num_kv_heads, -1)])
+        return QkNorm(gains_2D=self._linears.vector(torch.stack([q, k])), eps=config.rms_norm_eps)
 
     def _mlp(self, index: int, gain: Tensor) -> Linear:
         config, name = self._config, f"model.layers.{index}.mlp"
@@ -156,7 +161,7 @@ class _LayerReader:
         return GatedMLP(
             self._linears.normed(gain, *gate_up, self._config.rms_norm_eps),
             self._linears.linear(*down, is_residual=True),
-            self._config.family.activation,
+            self._linears.gate(self._config.family.activation),
         )
 
     def _experts(self, name: str, gain: Tensor, experts: ExpertsConfig) -> Experts:

@@ -1,13 +1,19 @@
 """Matrix products of a model, by dtype: :func:`make_linears` is the only way to them.
 
-All take and return float32 rows; what they compute in is their own business. A row's result does not depend on the
-other rows of the step when their number is a multiple of :attr:`Linears.row_multiple` (the ``invariant`` mode of law 3
-on CPU; tests/unit/engine/test_invariance.py checks it on the machine at hand).
+All take and return rows of hidden states, on CPU in float32; what they compute in is their own business. A row's result
+does not depend on the other rows of the step when their number is a multiple of :attr:`Linears.row_multiple` (the
+``invariant`` mode of law 3 on CPU; tests/unit/engine/test_invariance.py checks it on the machine at hand).
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from engine.device import Device
+from modelfiles.families import Activation
 
 ROW_MULTIPLE = 4
 """No kernel in use wants more, so padding to this is always enough."""
@@ -40,6 +46,19 @@ class Linears(Protocol):
     @property
     def row_multiple(self) -> int: ...
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the hidden states."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def vector(self, values: Tensor) -> Tensor:
+        """What rows of hidden states are multiplied with."""
+
+    def gate(self, activation: Activation) -> Callable[[Tensor], Tensor]:
+        """From ``[rows, 2 size]``, the gate first, a new ``[rows, size]``: ``activation(gate) * up``."""
+
     def embedding(self, weight: Tensor) -> Tensor:
         """The table whose rows the hidden states begin as: they may live in another basis than the files'."""
 
@@ -53,7 +72,34 @@ class Linears(Protocol):
         """As :meth:`normed`, for results that choose: never quantised."""
 
 
-def make_linears(dtype: str, *, may_rotate: bool = True) -> Linears:
+class CpuLinears:
+    """What the products on CPU have in common."""
+
+    row_multiple = ROW_MULTIPLE
+    dtype = torch.float32
+    device = torch.device("cpu")
+
+    def vector(self, values: Tensor) -> Tensor:
+        return values
+
+    def embedding(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def gate(self, activation: Activation) -> Callable[[Tensor], Tensor]:
+        return _silu_gate if activation == "silu" else _gelu_gate
+
+
+def _silu_gate(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+def _gelu_gate(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def make_linears(dtype: str, device: Device = Device.CPU, *, may_rotate: bool = True) -> Linears:
     """The products of a resolved dtype (never ``auto``).
 
     ``may_rotate``: the hidden states are read by :meth:`Linears.normed` only and written by the embedding and residual
@@ -63,6 +109,10 @@ def make_linears(dtype: str, *, may_rotate: bool = True) -> Linears:
     from engine.model.linear_float32 import Float32Linears
     from engine.model.linear_int8 import Int8Linears
 
+    if device.has_triton:
+        from engine.model.linear_gpu import GpuLinears
+
+        return GpuLinears(getattr(torch, dtype), device.torch)
     if dtype == "int8":
         return Int8Linears(may_rotate=may_rotate)
     if dtype == "bfloat16":

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.model.linear import ROW_MULTIPLE
+from engine.model.linear import CpuLinears
 from engine.model.linear_float32 import Float32NormedLinear, has_packed_kernel
 
 
@@ -46,12 +46,7 @@ class Bfloat16NormedLinear:
         return self._linear(F.rms_norm(x, self._gain.shape, self._gain, self._eps))
 
 
-class Bfloat16Linears:
-    row_multiple = ROW_MULTIPLE
-
-    def embedding(self, weight: Tensor) -> Tensor:
-        return weight
-
+class Bfloat16Linears(CpuLinears):
     def linear(self, weight: Tensor, bias: Tensor | None = None, *, is_residual: bool = False) -> Bfloat16Linear:
         return Bfloat16Linear(weight, bias)
 

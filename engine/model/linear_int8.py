@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.model.linear import ROW_MULTIPLE
+from engine.model.linear import ROW_MULTIPLE, CpuLinears
 from engine.model.linear_float32 import Float32NormedLinear
 from engine.model.rotation import rotation
 
@@ -124,7 +124,7 @@ class Int8NormedLinear:
         return y.mul_(peak) if self._bias is None else torch.addcmul(self._bias, y, peak)
 
 
-class Int8Linears:
+class Int8Linears(CpuLinears):
     row_multiple = 1
 
     def __init__(self, *, may_rotate: bool = True) -> None:

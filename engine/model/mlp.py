@@ -13,20 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.model.linear import ROW_MULTIPLE, Linear, NormedLinear
-from modelfiles.families import Activation
-
-ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
 
 
 class GatedMLP:
     """``down(activation(gate) * up)``; gate and up are one product."""
 
-    def __init__(self, gate_up: NormedLinear, down: Linear, activation: Activation) -> None:
-        self._gate_up, self._down = gate_up, down
-        self._activation = ACTIVATIONS[activation]
+    def __init__(self, gate_up: NormedLinear, down: Linear, gate: Callable[[Tensor], Tensor]) -> None:
+        self._gate_up, self._down, self._gate = gate_up, down, gate
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._down(self._inner(x))
@@ -35,8 +28,7 @@ class GatedMLP:
         self._down.add_to(residual, self._inner(x))
 
     def _inner(self, x: Tensor) -> Tensor:
-        gate, up = self._gate_up(x).chunk(2, -1)
-        return self._activation(gate).mul_(up)
+        return self._gate(self._gate_up(x))
 
 
 class Experts:

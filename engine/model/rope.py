@@ -8,8 +8,6 @@ each frequency by its own number. All as in transformers' ``modeling_rope_utils`
 import math
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,21 +16,27 @@ from modelfiles.config import RopeScaling
 
 @dataclass(frozen=True, slots=True)
 class RopeTables:
-    """``cos`` and ``sin`` of every position, ``[position, head_dim]`` in float32.
+    """``cos`` and ``sin`` of every position, ``[position, head_dim]`` in float32, on the model's device.
 
     The sign of the rotation is in ``sin``: its first half is negative. So rotating is ``x cos + swap_halves(x) sin``.
     """
 
-    cos: npt.NDArray[np.float32]
-    sin: npt.NDArray[np.float32]
+    cos: Tensor
+    sin: Tensor
 
 
-def rope_tables(head_dim: int, theta: float, scaling: RopeScaling | None, max_context: int) -> RopeTables:
+def rope_tables(
+    head_dim: int,
+    theta: float,
+    scaling: RopeScaling | None,
+    max_context: int,
+    device: torch.device = torch.device("cpu"),  # noqa: B008
+) -> RopeTables:
     inverse_D = _inverse_frequencies(head_dim, theta, scaling)
     angles = torch.arange(max_context, dtype=torch.float32)[:, None] * inverse_D[None, :]
     factor = 1.0 if scaling is None else scaling.attention_factor
     cos, sin = angles.cos() * factor, angles.sin() * factor
-    return RopeTables(torch.cat([cos, cos], -1).numpy(), torch.cat([-sin, sin], -1).numpy())
+    return RopeTables(torch.cat([cos, cos], -1).to(device), torch.cat([-sin, sin], -1).to(device))
 
 
 def _inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from engine.kv_cache import KVCache, KVShape
-from engine.model.attention import AttentionPlan, Span
+from engine.model.attention import Span
+from engine.model.attention_cpu import CpuAttention
 from engine.model.rope import RopeTables
 
 HEADS, KV_HEADS, DIM, LENGTH = 6, 2, 16, 700
-AS_THEY_ARE = RopeTables(np.ones((LENGTH, DIM), np.float32), np.zeros((LENGTH, DIM), np.float32))
+AS_THEY_ARE = RopeTables(torch.ones(LENGTH, DIM), torch.zeros(LENGTH, DIM))
 """Of a rotation by nothing."""
 
 
@@ -33,14 +33,14 @@ class Paged:
 
     def run(self, *spans: tuple[int, int], layer: int = 1, window: int | None = None) -> Tensor:
         """Attention of the given (start, number) spans in one step; earlier keys must have been written."""
-        plan = AttentionPlan(
+        plan = CpuAttention(
             self.cache, [Span(block_table=self.table, start=start, num_tokens=number) for start, number in spans], HEADS
         )
         rows = torch.cat([torch.arange(start, start + number) for start, number in spans])
         padded = torch.cat([rows, torch.zeros(3, dtype=torch.long)])
         out = torch.full((len(padded), HEADS, DIM), 5.0)
         qkv = torch.cat([self.q[padded], self.kv[padded].flatten(1, 2)], 1)
-        plan.attend(layer, qkv, AS_THEY_ARE, out, window)
+        plan.attend(layer, qkv, AS_THEY_ARE, out, window=window)
         assert (out[len(rows) :] == 5.0).all(), "padding is left alone"
         return out[: len(rows)]
 

@@ -295,7 +295,7 @@ def test_frequencies_of_long_contexts_match_the_reference() -> None:
     )
     inverse, _ = ROPE_INIT_FUNCTIONS["llama3"](hf_config, device=None)
     tables = rope_tables(64, 500000.0, scaling, 300)
-    cos, sin = torch.from_numpy(tables.cos), torch.from_numpy(tables.sin)
+    cos, sin = tables.cos, tables.sin
     angles = torch.arange(300).float()[:, None] * inverse[None]
     assert torch.equal(cos[:, :32], angles.cos()) and torch.equal(sin[:, 32:], angles.sin())
 
