@@ -162,6 +162,8 @@ class WaitingRoom:
         self._on_refusal = on_refusal
         self._queues: dict[str, _Queue] = {}
         self._version = 1
+        self._changed_at = 1
+        """The version at which workers came, went or changed their state."""
 
     def __len__(self) -> int:
         return sum(len(queue.waiters) for queue in self._queues.values())
@@ -188,7 +190,7 @@ class WaitingRoom:
         waiter = self._enter(queue, request, lacking, is_tried=known is None or known.lacking_room is None)
         try:
             if waiter.tried_at != self._version:
-                self._serve(queue, has_changed=False)
+                self._serve(queue)
             return await waiter.result
         except asyncio.CancelledError:
             if waiter.result.done() and not waiter.result.cancelled() and waiter.result.exception() is None:
@@ -200,15 +202,16 @@ class WaitingRoom:
     def wake(self) -> None:
         """Workers came, went or changed their state: whoever may go, goes."""
         self._version += 1
+        self._changed_at = self._version
         for queue in self._queues.values():
-            self._serve(queue, has_changed=True)
+            self._serve(queue)
 
     def wake_for_room(self) -> None:
         """There may be room where there was none."""
         self._version += 1
         for queue in self._queues.values():
             if queue.waiters:
-                self._serve(queue, has_changed=False)
+                self._serve(queue)
 
     def tick(self) -> None:
         """Forgive those who waited for long, and refuse every waiter whose time is over."""
@@ -219,6 +222,8 @@ class WaitingRoom:
             if not waiter.is_forgiving and waiter.request.excluded_workers and now >= waiter.since + self._forgive_s:
                 waiter.is_forgiving = True
                 self._try(waiter)
+            if not waiter.result.done() and now >= waiter.until and self._may_go(waiter):
+                self._try(waiter)  # so that it is told what is lacking now
             if not waiter.result.done() and now >= waiter.until:
                 self._refuse_late(waiter, now - waiter.since)
 
@@ -307,17 +312,24 @@ class WaitingRoom:
 
     # -- going --------------------------------------------------------------------------------------------------------
 
-    def _serve(self, queue: _Queue, *, has_changed: bool) -> None:
-        """Place whoever may go now, the next one first. ``has_changed``: so may those who lacked a worker."""
-        while self._serve_one(queue, has_changed=has_changed):
+    def _serve(self, queue: _Queue) -> None:
+        """Place whoever may go now, the next one first."""
+        while self._serve_one(queue):
             pass
 
-    def _serve_one(self, queue: _Queue, *, has_changed: bool) -> bool:
+    def _may_go(self, waiter: _Waiter) -> bool:
+        """Whether its shortfall may be over. Who lacks a worker is helped by another cell only; but the cell may have
+        changed when its turn did not come, so what counts is whether it has been tried since."""
+        if waiter.lacks_room:
+            return waiter.tried_at != self._version
+        return waiter.tried_at < self._changed_at
+
+    def _serve_one(self, queue: _Queue) -> bool:
         blocked: list[_Waiter] = []
         for waiter in list(queue.in_turn()):
             if waiter.result.done():
                 continue  # the caller left; its coroutine has not run yet
-            if waiter.tried_at != self._version and (waiter.lacks_room or has_changed):
+            if self._may_go(waiter):
                 self._try(waiter)
                 if waiter.result.done():
                     for each in blocked:

@@ -11,7 +11,7 @@ from core.ids import HandoffId, Incarnation, PlacementId, WorkerId
 from core.priority import PriorityClass
 from core.types import Mode, Placement, PlaceRequest, WorkerAddress
 from router.policy import Lack, Shortfall
-from router.waiting import MAX_OVERTAKEN, Refusal, WaitingRoom
+from router.waiting import MAX_OVERTAKEN, MAX_TRIES, Refusal, WaitingRoom
 from tests.unit.router.builders import make_request
 
 
@@ -267,6 +267,34 @@ async def test_who_lacks_a_worker_holds_up_nobody(scene: Scene) -> None:
     scene.fleet.lack = None
     picky = await scene.enter(make_request("picky", excluded_workers=(("d0", 1),), age_s=9.0))
     assert (await scene.enter(make_request("other"))).done() and not picky.done()
+
+
+async def test_who_waited_for_a_worker_that_came_while_others_took_its_room_is_served_when_there_is_some(
+    scene: Scene,
+) -> None:
+    """The worker's coming is told once; whose turn did not come then must be tried later all the same."""
+    scene.room = scene.make_room(max_waiting=100)
+    num = 2 * MAX_TRIES + 2
+    tasks = [await scene.enter(make_request(f"r{i}")) for i in range(num)]
+    scene.fleet.lack, scene.fleet.num_paths, scene.fleet.lack_after = None, 1, Lack.NO_ROOM
+    scene.room.wake()
+    await settle()
+    assert sum(task.done() for task in tasks) == 1
+    scene.fleet.num_paths = num
+    scene.room.wake_for_room()
+    await settle()
+    assert all(task.done() for task in tasks)
+
+
+async def test_who_is_refused_late_is_told_what_is_lacking_now(scene: Scene) -> None:
+    scene.room = scene.make_room(max_waiting=100)
+    tasks = [await scene.enter(make_request(f"r{i}")) for i in range(2 * MAX_TRIES)]
+    scene.fleet.lack, scene.fleet.num_paths, scene.fleet.lack_after = None, 0, Lack.NO_ROOM
+    scene.room.wake()
+    scene.clock.advance(25.0)
+    scene.room.tick()
+    await settle()
+    assert {type(task.exception()) for task in tasks} == {Overloaded}
 
 
 async def test_a_wait_that_would_be_too_long_is_refused_at_once_with_numbers(scene: Scene) -> None:
