@@ -41,11 +41,21 @@ class DrainRate:
         most that can be hoped for."""
         self._forget(now)
         if self._waits_since is not None:
-            span_s = min(WINDOW_S, now - self._waits_since)
-            served = sum(work for at, work in self._served if at > now - span_s)
-            if span_s >= MIN_SPAN_S and served + next_work > 0:
-                self._known = (served + next_work) / span_s
+            begin = max(self._waits_since, now - WINDOW_S)
+            served = [(at, work) for at, work in self._served if at > begin]
+            if served and begin == self._waits_since:
+                # Requests that began together end together: how long the first one took to end says nothing of the
+                # next ones, so what counts begins with it.
+                begin, _ = served.pop(0)
+            work = sum(work for _, work in served) + next_work
+            if now - begin >= MIN_SPAN_S and work > 0:
+                self._known = work / (now - begin)
         return self._known
+
+    def num_since_waiting(self, other: "DrainRate") -> int:
+        """Requests that were placed here since somebody waits there."""
+        since = other._waits_since
+        return 0 if since is None else sum(at > since for at, _ in self._served)
 
     def _forget(self, now: float) -> None:
         while self._served and self._served[0][0] < now - WINDOW_S:

@@ -98,8 +98,9 @@ class Up:
 
     def wait(self) -> None:
         """Wait for the end of the command, and of all that it was seen to have started."""
-        said, _ = self.process.communicate(timeout=3 * STOP_S)
-        self.said += said
+        assert self.process.stdout is not None
+        self.said += self.process.stdout.read()  # `communicate` would miss what is in the file's buffer already
+        self.process.communicate(timeout=3 * STOP_S)
         _, alive = psutil.wait_procs(self._children, timeout=STOP_S)
         assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
