@@ -77,14 +77,11 @@ async def test_restarts_at_the_same_address(
             await wait_new(cluster, worker, old)
             ready_at = time.monotonic()
             assert (await cluster.worker(worker)).registration.address == ports.addresses[worker]
-            await cluster.wait_for(
-                "work of the new start",
-                lambda status, it=worker: any(  # type: ignore[misc]
-                    w.registration.worker_id == it and w.load.num_steps > 0 for w in status.workers
-                ),
-                60,
-            )
-            assert (await ask(cluster, short))["choices"][0]["token_ids"] == short.answer
+            # The load's callers may all be reading long answers: whoever asks now finds the new start.
+            while True:
+                assert (await ask(cluster, short))["choices"][0]["token_ids"] == short.answer
+                if (await cluster.worker(worker)).load.num_steps > 0:
+                    break
             served_s.append(time.monotonic() - ready_at)
             assert await incarnation(cluster, other) == neighbour, f"{other} died of it"
             assert (await cluster.worker(other)).load.num_steps >= num_before
