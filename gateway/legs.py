@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 
 from core import types as t
-from core.errors import DeadlineExceeded, ServingError
+from core.errors import Cancelled, DeadlineExceeded, ServingError
 from core.ids import Incarnation, WorkerId
 from core.tasks import TaskScope
 from gateway.attempt import Attempt
@@ -85,6 +85,8 @@ class Legs:
         request = attempt.request()
         self._request_id = request.request_id
         self._told: set[int] = set()
+        self._cancelled: Cancelled | None = None
+        """D's word, while P's is awaited."""
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when every choice has finished, or with the typed error that ended the attempt."""
         # Whoever waits may be cancelled first; then nobody asks.
@@ -118,6 +120,11 @@ class Legs:
         """Takes what happened next. Its failure, whatever it is, is this attempt's: the stream goes on for others."""
         if self.over.done():
             return
+        if isinstance(event, Cancelled) and self._prefill is not None and not self._prefill.is_answered:
+            # D says it after P: a request that ends at its first token is not handed off, and P's own word of that
+            # token is on its way. It comes, or its call fails.
+            self._cancelled = event
+            return
         try:
             if isinstance(event, ServingError):
                 raise event
@@ -126,6 +133,8 @@ class Legs:
             self.over.set_exception(error)
             return
         self._look()
+        if self._cancelled is not None and not self.over.done():
+            self.over.set_exception(self._cancelled)
 
     def handle_token(self, choice: int, index: int, token_id: int) -> None:
         """The same for a plain token."""

@@ -56,6 +56,10 @@ class PrefillLeg:
         return self._asked.choices[0].accepted
 
     @property
+    def is_answered(self) -> bool:
+        return self.reply is not None or self._error is not None
+
+    @property
     def held(self) -> t.HeldHandoff | None:
         """What another decode worker may claim: it is computed, or will be."""
         holder = self._placement.prefill

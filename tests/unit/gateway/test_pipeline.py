@@ -14,6 +14,7 @@ import gateway.token_streams
 from core import types as t
 from core.clock import ManualClock, MonotonicClock
 from core.errors import (
+    Cancelled,
     DeadlineExceeded,
     InternalError,
     InvalidRequest,
@@ -157,6 +158,23 @@ async def test_a_request_that_ends_at_token_1_ends_without_d() -> None:
         assert await r.text(r.run()) == "h"
         await r.peers.drain(1.0)
         assert ("decode", 1, "finished") in r.cluster.aborts
+
+
+@pytest.mark.parametrize(("steps", "num_attempts"), [([ids_of("h")], 1), (STEPS, 2)], ids=["over", "not over"])
+async def test_ds_word_that_nothing_is_handed_off_may_overtake_ps_last_token(
+    steps: list[list[int]], num_attempts: int
+) -> None:
+    async with rig(Script(steps=steps, faults={1: Fault(on_admit=Cancelled("it ended at its first token"))})) as r:
+        r.cluster.hold("prefill")
+        answer = asyncio.ensure_future(r.text(r.run()))
+        await r.cluster.until("prefill")
+        await r.cluster.until("admit")
+        for _ in range(5):
+            await asyncio.sleep(0)  # D's word arrives
+        assert not answer.done()
+        r.cluster.release("prefill")
+        assert await answer == "".join(TEXT[: sum(map(len, steps))])
+        assert r.num_attempts == num_attempts
 
 
 async def test_a_stop_string_ends_both_legs() -> None:
