@@ -42,8 +42,6 @@ REPLY_MARGIN_S = 0.25
 MAX_OVERTAKEN = 8
 MAX_TRIES = 4
 """So many of the first in turn that lack room are tried: the others behind them stand in line."""
-MIN_OTHERS = 4
-"""So many must have been served while a tenant waits before it is said how slowly its own requests are."""
 CONFIDENCE = 0.75
 """Of the time that a request may wait, what its predicted wait may take: others come meanwhile, some of them first."""
 GENERATED_WEIGHT = 2.0
@@ -123,9 +121,7 @@ class _Queue:
             work = self.tickets.work_ahead(ticket.tenant, ticket.priority)
             found.append((work / rate, work, rate))
         lane = self.rates.get((ticket.tenant, ticket.priority_class))
-        own_rate = None
-        if lane is not None and lane.is_waiting and self.rate.num_since_waiting(lane) >= MIN_OTHERS:
-            own_rate = lane.per_s(now, ticket.cost)
+        own_rate = None if lane is None else lane.share_per_s(now, self.rate, ticket.cost)
         if own_rate:
             work = self.tickets.own_work_ahead(ticket.tenant, ticket.priority) + ticket.cost
             found.append((work / own_rate, work, own_rate))
