@@ -97,7 +97,8 @@ class Legs:
         self._stream_key = self._link.name(self._request_id, attempt.number, request.sampling.n, self.handle_token)
         admit = report(self._admit, placement.decode, attempt.run.remaining_s, self.handle)
         self._scope.spawn(admit, name="admit")
-        self._prefill = self._begin_prefill()
+        self._prefill: PrefillLeg | None = None
+        self._prefill = self._begin_prefill()  # may tell of a failure at once
         self._deadline = asyncio.get_running_loop().call_later(
             max(request.deadline_s, 0.0), self.handle, DeadlineExceeded("the request's deadline has passed")
         )

@@ -177,6 +177,23 @@ async def test_ds_word_that_nothing_is_handed_off_may_overtake_ps_last_token(
         assert r.num_attempts == num_attempts
 
 
+async def test_what_was_held_and_is_cancelled_while_another_place_is_sought_costs_an_attempt_and_no_more() -> None:
+    fault = Fault(on_admit=WorkerLost("d", worker_id="decode-0"), on_prefill=Cancelled("gone"))
+    async with rig(Script(steps=STEPS, faults={1: fault}, num_decodes=2)) as r:
+        r.cluster.hold("prefill")
+        answer = asyncio.ensure_future(r.text(r.run()))
+        await r.cluster.until("prefill")
+        r.cluster.hold("place")
+        while r.num_attempts < 2:
+            await asyncio.sleep(0)
+        r.cluster.release("prefill")
+        for _ in range(5):
+            await asyncio.sleep(0)  # the call to P fails: nobody hears it yet
+        r.cluster.release("place")
+        assert await answer == TEXT
+        assert r.num_attempts == 3
+
+
 async def test_a_stop_string_ends_both_legs() -> None:
     async with rig() as r:
         run = r.run(rules=TextRules(stop=("o w",)))
