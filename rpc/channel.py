@@ -122,6 +122,8 @@ class Channel:
         connection = self._connection
         if connection is None or not connection.is_open:
             connection = await self._connected(timeout_s)
+            if not connection.is_open:  # lost between its making and our turn
+                raise self._lost("it closed the connection")
         block = method.block + self._authority
         if timeout_s is not None:
             block += literal(b"grpc-timeout", b"%dm" % min(max(math.ceil(1000 * timeout_s), 1), 99_999_999))

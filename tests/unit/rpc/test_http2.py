@@ -12,8 +12,10 @@ import pytest
 from core.errors import DeadlineExceeded, InternalError, QueueFull, WorkerLost
 from rpc import http2
 from rpc.call import MAX_MESSAGE_BYTES, MAX_WAITING, Call
+from rpc.channel import Channel, methods_of
 from rpc.frames import literal
 from rpc.http2 import STREAM_WINDOW, Connection
+from rpc.pb import router_pb2
 
 DATA, HEADERS, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 0, 1, 3, 4, 5, 6, 7, 8, 9
 END_STREAM = ACK = 0x1
@@ -359,6 +361,22 @@ async def test_a_lost_connection_ends_every_call(error: Exception | None) -> Non
         await call.ended()
         assert isinstance(call.error, WorkerLost)
         call.cancel()
+
+
+async def test_a_connection_that_is_lost_in_the_moment_it_was_made_is_a_lost_peer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wire = Wire()
+    channel = Channel("peer:1", worker_id="peer")
+
+    async def connect() -> Connection:
+        asyncio.get_running_loop().call_soon(wire.connection.connection_lost, None)
+        return wire.connection
+
+    monkeypatch.setattr(channel, "_connect", connect)
+    with pytest.raises(WorkerLost):
+        await channel.call(methods_of(router_pb2.DESCRIPTOR, "Router")["Status"], router_pb2.Empty(), timeout_s=5)
+    await channel.close()
 
 
 async def test_a_deadline_is_told_to_the_peer_as_the_end_of_the_call() -> None:
