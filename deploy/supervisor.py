@@ -102,7 +102,12 @@ class Supervisor:
         failures = early_failures = 0
         while not self._must_stop:
             self._must_restart = False
-            run = _Run(self.spec, self._log_path)
+            try:
+                run = _Run(self.spec, self._log_path)
+            except OSError as error:
+                message = f"cannot write its log {self._log_path}: {error.strerror}"
+                self._emit(self._event(state=ComponentState.FAILED, message=message))
+                return
             started = time.monotonic()
             try:
                 process = self._spawn()
