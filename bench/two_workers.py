@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 import httpx
 
 from core.config import ClusterConfig, load_config, set_worker_environment
-from core.handoff import LinkInfo, PeerInfo
 from core.ids import GatewayId, WorkerId, new_incarnation
 from core.telemetry import Telemetry
 from core.types import Role
@@ -23,8 +22,8 @@ from gateway.app import Gateway
 from gateway.models import ServedModel
 from gateway.ports import RpcClients
 from kvtransfer.backends import create_backend
-from kvtransfer.backends.base import PENDING, Backend, Batch, Identity, Link, Op, OpState, OpStatus
-from kvtransfer.layout import Region
+from kvtransfer.backends.base import Backend, Batch, Link, Op, OpState, OpStatus
+from kvtransfer.backends.paced import PacedBackend
 from kvtransfer.memory import REGION_KV
 from router.service import RouterServer
 from rpc.clients import RouterClient
@@ -65,64 +64,31 @@ class Move:
     done_at: float = 0.0
 
 
-class Watched:
+class Watched(PacedBackend):
     """A backend that notes what moves, and can be slowed to ``bytes_per_s`` as a link would be."""
 
     def __init__(self, inner: Backend) -> None:
-        self._inner = inner
+        super().__init__(inner, self._cost_s_of)
         self.moves: list[Move] = []
         self.bytes_per_s = 0.0
-        self._free_at = 0.0
-        self._pending: dict[int, tuple[Move, float]] = {}
+        self._pending: dict[Op, Move] = {}
 
-    @property
-    def name(self) -> str:
-        return self._inner.name
-
-    def open(self, identity: Identity, regions: tuple[Region, ...]) -> LinkInfo:
-        return self._inner.open(identity, regions)
-
-    def connect(self, peer: PeerInfo) -> Link:
-        return self._inner.connect(peer)
+    def _cost_s_of(self, num_bytes: int) -> float:
+        return num_bytes / self.bytes_per_s if self.bytes_per_s else 0.0
 
     def post(self, link: Link, batch: Batch) -> Op:
-        posted_at = time.monotonic()
-        op = self._inner.post(link, batch)
+        move = Move(posted_at=time.monotonic(), num_bytes=batch.num_bytes)
+        op = super().post(link, batch)
         if batch.local_region == REGION_KV:
-            if self.bytes_per_s:
-                self._free_at = max(self._free_at, posted_at) + batch.num_bytes / self.bytes_per_s
-            move = Move(posted_at=posted_at, num_bytes=batch.num_bytes)
             self.moves.append(move)
-            self._pending[id(op)] = (move, self._free_at)
+            self._pending[op] = move
         return op
 
     def poll(self, op: Op) -> OpStatus:
-        known = self._pending.get(id(op))
-        if known is not None and time.monotonic() < known[1]:
-            return PENDING
-        status = self._inner.poll(op)
-        if known is not None and status.state is not OpState.PENDING:
-            known[0].done_at = time.monotonic()
-            del self._pending[id(op)]
+        status = super().poll(op)
+        if status.state is not OpState.PENDING and (move := self._pending.pop(op, None)) is not None:
+            move.done_at = time.monotonic()
         return status
-
-    def abort(self, link: Link) -> bool:
-        return self._inner.abort(link)
-
-    def socket_bytes(self, link: Link) -> int:
-        return self._inner.socket_bytes(link)
-
-    def lane(self, link: Link) -> str:
-        return self._inner.lane(link)
-
-    def explain(self, link: Link) -> str:
-        return self._inner.explain(link)
-
-    def disconnect(self, link: Link) -> None:
-        self._inner.disconnect(link)
-
-    def close(self) -> bool:
-        return self._inner.close()
 
 
 @dataclass(slots=True, kw_only=True)
