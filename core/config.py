@@ -79,9 +79,9 @@ class PoolConfig(_Section):
     max_mixed_tokens: int = Field(default=256, ge=1)
     """Prompt tokens of a step in which answers advance too: bounds what a prompt adds to the time between two
     tokens."""
-    device: Literal["auto", "cpu", "cuda", "interpreter"] = "auto"
-    """Where its workers compute. ``auto``: the GPU where there is one. ``interpreter`` runs the GPU's kernels on a CPU,
-    thousands of times slower, for tests."""
+    device: Literal["cpu", "interpreter"] = "cpu"
+    """Where its workers compute. ``interpreter`` runs the kernels of a GPU on a CPU, thousands of times slower, for
+    tests. No worker runs on a GPU yet: its blocks would be handed over without fences and digests of that memory."""
     num_threads: int = Field(default=1, ge=1)
     """CPU threads of one worker. One, pinned, is fastest on shared cores."""
     resources: Resources = Resources()

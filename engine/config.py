@@ -30,8 +30,8 @@ class EngineConfig:
     max_sequences: int = 64
     max_context: int | Literal["auto"] = "auto"
     """``auto``: what the model was trained for."""
-    device: str = "auto"
-    """cpu, cuda, or interpreter (:mod:`engine.device`). ``auto``: the GPU where there is one."""
+    device: str = "cpu"
+    """cpu, cuda, or interpreter (:mod:`engine.device`)."""
     dtype: str = "auto"
     """Of weights and arithmetic; what a device has: :mod:`engine.dtypes`."""
     kv_dtype: str = "auto"

@@ -29,17 +29,15 @@ class Device(StrEnum):
 
 
 def resolve_device(asked: str) -> Device:
-    """``auto`` is the GPU where there is one. Raises :class:`ConfigError`."""
-    if asked == "auto":
-        return Device.CUDA if torch.cuda.is_available() else Device.CPU
+    """Raises :class:`ConfigError` for one that is not here."""
     device = Device(asked)
     if device is Device.CUDA and not torch.cuda.is_available():
-        raise ConfigError("models[].device is cuda, but torch sees no GPU here: set it to auto or cpu")
+        raise ConfigError("the device is cuda, but torch sees no GPU here: set it to cpu")
     if device is Device.INTERPRETER:
         from triton import knobs
 
         if not knobs.runtime.interpret:
             raise ConfigError(
-                "models[].device is interpreter, but Triton would compile: set TRITON_INTERPRET=1 before the start"
+                "the device is interpreter, but Triton would compile: set TRITON_INTERPRET=1 before the start"
             )
     return device

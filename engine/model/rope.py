@@ -30,7 +30,7 @@ def rope_tables(
     theta: float,
     scaling: RopeScaling | None,
     max_context: int,
-    device: torch.device = torch.device("cpu"),  # noqa: B008
+    device: torch.device | str = "cpu",
 ) -> RopeTables:
     inverse_D = _inverse_frequencies(head_dim, theta, scaling)
     angles = torch.arange(max_context, dtype=torch.float32)[:, None] * inverse_D[None, :]

@@ -1,4 +1,4 @@
-"""A prefill worker on the kernels of a GPU (or their interpreter) hands over to a decode worker on a CPU."""
+"""A prefill worker on the kernels of a GPU, interpreted, hands over to a decode worker on the kernels of a CPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
 
 from engine.engine import Engine, EngineConfig
 from modelfiles import open_model
@@ -16,7 +15,6 @@ from tests.support.tiny_cluster import TINY, tiny_settings
 
 pytestmark = pytest.mark.processes
 
-DEVICE = "cuda" if torch.cuda.is_available() else "interpreter"
 NUM_TOKENS = 6
 
 
@@ -31,7 +29,7 @@ async def test_its_kv_is_what_the_cpu_would_have_computed(tmp_path: Path) -> Non
         sequence = make_sequence(prompt, max_tokens=NUM_TOKENS, ignore_eos=True)
         expected.append(run(engine, sequence).tokens[sequence.key])
     engine.close()
-    devices = (f"models.0.pools.prefill.device={DEVICE}", "models.0.pools.decode.device=cpu")
+    devices = ("models.0.pools.prefill.device=interpreter", "models.0.pools.decode.device=cpu")
     async with ProcessCluster(
         tmp_path,
         *settings,

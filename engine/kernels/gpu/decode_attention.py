@@ -20,6 +20,7 @@ from engine.kernels.gpu.launch import check, go_ahead, jit, options, power_of_tw
 MIN_TILES = 4
 """A split with fewer tiles of keys costs more than it saves."""
 MAX_SPLITS = 32
+_MIN_TILES = tl.constexpr(MIN_TILES)
 
 
 class Workspace:
@@ -136,11 +137,8 @@ def _share(context, WINDOW: tl.constexpr, KEYS: tl.constexpr, NUM_SPLITS: tl.con
     num_tiles = (context + KEYS - 1) // KEYS - first
     share = (num_tiles + NUM_SPLITS - 1) // NUM_SPLITS
     if NUM_SPLITS > 1:
-        share = tl.maximum(share, MIN_TILES_OF_A_SPLIT)
+        share = tl.maximum(share, _MIN_TILES)
     return first, num_tiles, share
-
-
-MIN_TILES_OF_A_SPLIT = tl.constexpr(MIN_TILES)
 
 
 @jit

@@ -5,14 +5,13 @@ imported, in Triton's interpreter on CPU tensors (float32 and float16 only).
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from engine.kernels.gpu.compat import has_programmatic_launch
 
 
 def jit(function: Callable[..., Any]) -> Any:
@@ -27,7 +26,13 @@ def power_of_two(number: int) -> int:
 
 def is_chained(tensor: Tensor) -> bool:
     """Whether kernels on this tensor's device may be launched before the one ahead of them has ended."""
-    return tensor.is_cuda and has_programmatic_launch(tensor.device.index)
+    return tensor.is_cuda and _has_programmatic_launch(tensor.device.index)
+
+
+@cache
+def _has_programmatic_launch(device: int) -> bool:
+    """Programmatic dependent launch: from Hopper (sm_90) on."""
+    return torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def options(tensor: Tensor, *, num_warps: int, num_stages: int = 2) -> dict[str, Any]:
