@@ -130,10 +130,8 @@ class Engine:
         self.grammars = Grammars(
             files.tokenizer(), vocab_size=self.limits.vocab_size, eos_token_ids=files.config.eos_token_ids
         )
-        if (
-            config.prefault and config.costs is None and self.cache.prefault is not None
-        ):  # mock execution leaves most of it alone
-            self.cache.prefault.start()
+        if config.prefault and config.costs is None and self.cache.prefault is not None:
+            self.cache.prefault.start()  # mock execution leaves most of its memory alone
         self._begin(config)
 
     def _begin(self, config: EngineConfig) -> None:
