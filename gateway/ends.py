@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 
 from core import types as t
-from core.errors import ServingError, WorkerLost
+from core.errors import DeadlineExceeded, ServingError, WorkerLost
 from gateway.legs import Peers
 from gateway.ports import RouterPort
 
@@ -14,6 +14,9 @@ log = logging.getLogger(__name__)
 
 FLUSH_S = 0.02
 """When nothing is placed meanwhile. Until then the router counts the load of what has ended."""
+RETRY_S = 1.0
+"""When the router could not be told. It keeps the room of what has ended until it is, or until the deadline of the
+request, so nothing is dropped; a router that has forgotten takes an end as well."""
 
 
 class Ends:
@@ -36,17 +39,31 @@ class Ends:
         ended, self._untold = tuple(self._untold), []
         try:
             return await self._router.place(replace(request, ended=ended) if ended else request)
-        except WorkerLost:
+        except (WorkerLost, DeadlineExceeded, asyncio.CancelledError):  # it may not have come so far
             for end in ended:
                 self.add(end)
             raise
 
     async def _flush(self) -> None:
-        await asyncio.sleep(FLUSH_S)
-        self._is_flushing = False
-        ended, self._untold = self._untold, []
-        for end in ended:
-            try:
-                await self._router.end_placement(end)
-            except ServingError as error:
-                log.debug("end of placement not reported", extra={"slug": error.slug})  # its estimates expire there
+        pause_s = FLUSH_S
+        while True:
+            await asyncio.sleep(pause_s)
+            ended, self._untold = self._untold, []
+            while ended and await self._tell(ended[0]):
+                ended.pop(0)
+            pause_s = RETRY_S if ended else FLUSH_S
+            self._untold = [*ended, *self._untold]
+            if not self._untold:
+                self._is_flushing = False
+                return
+
+    async def _tell(self, end: t.PlacementEnd) -> bool:
+        """False: the router was not reached."""
+        try:
+            await self._router.end_placement(end)
+        except (WorkerLost, DeadlineExceeded) as error:
+            log.debug("end of placement not told yet", extra={"slug": error.slug})
+            return False
+        except ServingError as error:
+            log.warning("end of placement refused", extra={"slug": error.slug, "reason": error.message})
+        return True
