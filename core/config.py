@@ -20,6 +20,7 @@ from core.access_config import AccessConfig
 from core.costs import StepCosts
 from core.errors import ConfigError
 from core.handoff import DigestKind
+from core.security_config import SecurityConfig
 from core.types import ExecutionKind, Role
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -506,6 +507,7 @@ class ClusterConfig(_Section):
     telemetry: TelemetryConfig = TelemetryConfig()
     worker: WorkerConfig = WorkerConfig()
     launcher: LauncherConfig = LauncherConfig()
+    security: SecurityConfig = SecurityConfig()
     failpoints: dict[str, str] = Field(default_factory=dict)
     """Named faults for tests (core/failpoints.py). Empty in production."""
 
