@@ -41,6 +41,35 @@ class WorkerState(StrEnum):
     LOST = "lost"
 
 
+class Stage(StrEnum):
+    """Where a request's time goes. In the order in which a request passes them; of the last three there is none in a
+    life without trouble and without a network."""
+
+    ADMISSION = "admission"
+    """Body, key and limits."""
+    TOKENIZE = "tokenize"
+    """Parsing, template and tokens."""
+    ROUTE_QUEUE = "route_queue"
+    """Waiting at the router until a worker has room."""
+    ROUTE = "route"
+    PREFILL_QUEUE = "prefill_queue"
+    PREFILL = "prefill"
+    HANDOFF_WAIT = "handoff_wait"
+    """The first token is there, and the decode worker has no room yet."""
+    TRANSFER = "transfer"
+    """From the grant until the blocks are verified and can be used: what the prefill did not hide."""
+    DECODE_QUEUE = "decode_queue"
+    DECODE = "decode"
+    DELIVERY = "delivery"
+    """From the step that made the last token until the answer was handed to the socket, way to the gateway excepted."""
+    NETWORK = "network"
+    """Between processes: the only stage that is a difference."""
+    RETRY = "retry"
+    """Of an attempt that failed, what it had not finished."""
+    LOST = "lost"
+    """The same of a request that failed or was cancelled."""
+
+
 class ExecutionKind(StrEnum):
     """What a worker's steps are."""
 
@@ -172,6 +201,24 @@ class TokenChunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TransferChunk:
+    """KV of one hand-off that moved as one operation, as the decode worker saw it."""
+
+    attempt: int
+    start_s: float
+    """Since the gateway received the request, by the age that came with it: its way to the worker is not counted."""
+    duration_s: float
+    """Until the last byte was there."""
+    num_bytes: int
+    first_block: int
+    """Within the sequence."""
+    num_blocks: int
+    num_descriptors: int
+    is_early: bool
+    """Posted while the prompt was still computed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
     """Seconds that a request spent at workers, measured there as durations. Zero where a stage was not passed."""
 
@@ -202,6 +249,12 @@ class StageTimes:
     transfer_backend: str = ""
     num_prompt_tokens_computed: int = 0
     num_cached_tokens: int = 0
+    delivery_s: float = 0.0
+    """D: from the end of the step that ended the choice until its outputs were sent."""
+    transfer_mode: str = ""
+    """Who moved the bytes: ``read`` or ``serve``."""
+    transfer_chunks: tuple[TransferChunk, ...] = ()
+    """In the order of their begin; of very many the last ones are counted as one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -679,6 +732,21 @@ class AttemptRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StageInterval:
+    """A part of a request's life on the time axis."""
+
+    stage: str
+    """A `Stage`."""
+    start_s: float
+    """Since the gateway received the request."""
+    duration_s: float
+    attempt: int = 0
+    """Before the first: 0."""
+    worker: str = ""
+    """Whose it was; empty for the gateway, the router and the ways between."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
     """A finished request, pushed by its gateway to the router's bounded ring."""
 
@@ -704,6 +772,19 @@ class RequestRecord:
     transfer_backend: str = ""
     history: tuple[AttemptRecord, ...] = ()
     """The latest attempts, in the order of their ends."""
+    timeline: tuple[StageInterval, ...] = ()
+    """The same stages in order: each interval begins where the one before it ends."""
+    times: StageTimes | None = None
+    """As the decode worker of the last attempt measured them, chunks of the transfer included."""
+    workload_class: str = ""
+    """``<prompt>-<answer>-<tenant>``, of closed sets (gateway/workload.py)."""
+    age_s: float = 0.0
+    """Since the end of the request, as of the message that brings the record."""
+
+    @property
+    def trace_id(self) -> str:
+        """32 hexadecimal digits."""
+        return self.traceparent[3:35]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

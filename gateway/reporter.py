@@ -3,6 +3,8 @@
 import asyncio
 import logging
 from collections import deque
+from dataclasses import replace
+from itertools import islice
 
 from core import types as t
 from core.clock import Clock
@@ -25,7 +27,8 @@ class Reporter:
         self._clock = clock
         self._gateway_id = gateway_id
         self._incarnation = incarnation
-        self._records: deque[t.RequestRecord] = deque(maxlen=MAX_RECORDS)
+        self._records: deque[tuple[float, t.RequestRecord]] = deque(maxlen=MAX_RECORDS)
+        """With the moment of their end."""
         self._view: t.ClusterView | None = None
         self._view_at = 0.0
         self.http_address = ""
@@ -34,7 +37,7 @@ class Reporter:
 
     def add(self, record: t.RequestRecord) -> None:
         """Queues a finished request for the router's ring; the oldest are dropped when the router is long away."""
-        self._records.append(record)
+        self._records.append((self._clock.now(), record))
 
     async def run(self, interval_s: float) -> None:
         while True:
@@ -43,7 +46,8 @@ class Reporter:
 
     async def report(self) -> None:
         """One heartbeat. A router that does not answer leaves the old view to age."""
-        records = tuple(self._records)[:MAX_SENT]
+        now = self._clock.now()
+        records = tuple(replace(record, age_s=now - ended_at) for ended_at, record in islice(self._records, MAX_SENT))
         report = t.GatewayReport(
             gateway_id=self._gateway_id,
             incarnation=self._incarnation,

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import islice
 
 from core.clock import Clock
@@ -36,29 +37,29 @@ class RecordRing:
         self._clock = clock
         self._max_records = max_records
         self._records: deque[tuple[float, RequestRecord]] = deque(maxlen=max_records)
-        """With the moment of their coming."""
+        """With the moment of their end."""
 
     def __len__(self) -> int:
         return len(self._records)
 
     def push(self, records: Iterable[RequestRecord]) -> None:
         now = self._clock.now()
-        self._records.extend((now, record) for record in records)
+        self._records.extend((now - record.age_s, record) for record in records)
 
     def find(self, request_id: str = "", limit: int = 0) -> RequestRecords:
         """Newest first. An empty ``request_id`` finds all, any other the request and those of a call's further prompts,
         which bear numbers behind it. ``limit`` 0 is the default limit."""
-        further = f"{request_id}-"
+        further, now = f"{request_id}-", self._clock.now()
         found = (
-            record
-            for _, record in reversed(self._records)
+            replace(record, age_s=now - ended_at)
+            for ended_at, record in reversed(self._records)
             if not request_id or record.request_id == request_id or record.request_id.startswith(further)
         )
         return RequestRecords(
             records=tuple(islice(found, limit or DEFAULT_LIMIT)),
             num_kept=len(self._records),
             max_kept=self._max_records,
-            oldest_age_s=self._clock.now() - self._records[0][0] if self._records else 0.0,
+            oldest_age_s=now - self._records[0][0] if self._records else 0.0,
         )
 
 

@@ -154,8 +154,28 @@ class TokenLogprobs(_message.Message):
     top: _containers.RepeatedCompositeFieldContainer[TokenScore]
     def __init__(self, logprob: _Optional[float] = ..., rank: _Optional[int] = ..., top: _Optional[_Iterable[_Union[TokenScore, _Mapping]]] = ...) -> None: ...
 
+class TransferChunk(_message.Message):
+    __slots__ = ("attempt", "start_s", "duration_s", "num_bytes", "first_block", "num_blocks", "num_descriptors", "is_early")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    START_S_FIELD_NUMBER: _ClassVar[int]
+    DURATION_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DESCRIPTORS_FIELD_NUMBER: _ClassVar[int]
+    IS_EARLY_FIELD_NUMBER: _ClassVar[int]
+    attempt: int
+    start_s: float
+    duration_s: float
+    num_bytes: int
+    first_block: int
+    num_blocks: int
+    num_descriptors: int
+    is_early: bool
+    def __init__(self, attempt: _Optional[int] = ..., start_s: _Optional[float] = ..., duration_s: _Optional[float] = ..., num_bytes: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_descriptors: _Optional[int] = ..., is_early: _Optional[bool] = ...) -> None: ...
+
 class StageTimes(_message.Message):
-    __slots__ = ("prefill_queue_s", "prefill_s", "handoff_wait_s", "reservation_s", "transfer_s", "decode_queue_s", "decode_s", "transfer_bytes", "transfer_backend", "num_prompt_tokens_computed", "num_cached_tokens", "transfer_early_bytes", "transfer_wait_s", "transfer_post_s", "transfer_move_s", "transfer_verify_s", "transfer_publish_s")
+    __slots__ = ("prefill_queue_s", "prefill_s", "handoff_wait_s", "reservation_s", "transfer_s", "decode_queue_s", "decode_s", "transfer_bytes", "transfer_backend", "num_prompt_tokens_computed", "num_cached_tokens", "transfer_early_bytes", "transfer_wait_s", "transfer_post_s", "transfer_move_s", "transfer_verify_s", "transfer_publish_s", "delivery_s", "transfer_mode", "transfer_chunks")
     PREFILL_QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_WAIT_S_FIELD_NUMBER: _ClassVar[int]
@@ -173,6 +193,9 @@ class StageTimes(_message.Message):
     TRANSFER_MOVE_S_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_VERIFY_S_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_PUBLISH_S_FIELD_NUMBER: _ClassVar[int]
+    DELIVERY_S_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_MODE_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     prefill_queue_s: float
     prefill_s: float
     handoff_wait_s: float
@@ -190,7 +213,10 @@ class StageTimes(_message.Message):
     transfer_move_s: float
     transfer_verify_s: float
     transfer_publish_s: float
-    def __init__(self, prefill_queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., handoff_wait_s: _Optional[float] = ..., reservation_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., decode_queue_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., transfer_bytes: _Optional[int] = ..., transfer_backend: _Optional[str] = ..., num_prompt_tokens_computed: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., transfer_early_bytes: _Optional[int] = ..., transfer_wait_s: _Optional[float] = ..., transfer_post_s: _Optional[float] = ..., transfer_move_s: _Optional[float] = ..., transfer_verify_s: _Optional[float] = ..., transfer_publish_s: _Optional[float] = ...) -> None: ...
+    delivery_s: float
+    transfer_mode: str
+    transfer_chunks: _containers.RepeatedCompositeFieldContainer[TransferChunk]
+    def __init__(self, prefill_queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., handoff_wait_s: _Optional[float] = ..., reservation_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., decode_queue_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., transfer_bytes: _Optional[int] = ..., transfer_backend: _Optional[str] = ..., num_prompt_tokens_computed: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., transfer_early_bytes: _Optional[int] = ..., transfer_wait_s: _Optional[float] = ..., transfer_post_s: _Optional[float] = ..., transfer_move_s: _Optional[float] = ..., transfer_verify_s: _Optional[float] = ..., transfer_publish_s: _Optional[float] = ..., delivery_s: _Optional[float] = ..., transfer_mode: _Optional[str] = ..., transfer_chunks: _Optional[_Iterable[_Union[TransferChunk, _Mapping]]] = ...) -> None: ...
 
 class FirstToken(_message.Message):
     __slots__ = ("choice", "index", "token_id", "logprobs", "finish_reason", "stop_token_id")

@@ -388,8 +388,22 @@ class AttemptRecord(_message.Message):
     placement: Placement
     def __init__(self, attempt: _Optional[int] = ..., started_s: _Optional[float] = ..., duration_s: _Optional[float] = ..., num_choices: _Optional[int] = ..., outcome: _Optional[str] = ..., message: _Optional[str] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ...) -> None: ...
 
+class StageInterval(_message.Message):
+    __slots__ = ("stage", "start_s", "duration_s", "attempt", "worker")
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    START_S_FIELD_NUMBER: _ClassVar[int]
+    DURATION_S_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    stage: str
+    start_s: float
+    duration_s: float
+    attempt: int
+    worker: str
+    def __init__(self, stage: _Optional[str] = ..., start_s: _Optional[float] = ..., duration_s: _Optional[float] = ..., attempt: _Optional[int] = ..., worker: _Optional[str] = ...) -> None: ...
+
 class RequestRecord(_message.Message):
-    __slots__ = ("request_id", "model", "outcome", "num_prompt_tokens", "num_completion_tokens", "num_cached_tokens", "attempts", "mode", "prefill_worker", "decode_worker", "reason", "stages", "ttft_s", "duration_s", "traceparent", "transfer_bytes", "transfer_backend", "history")
+    __slots__ = ("request_id", "model", "outcome", "num_prompt_tokens", "num_completion_tokens", "num_cached_tokens", "attempts", "mode", "prefill_worker", "decode_worker", "reason", "stages", "ttft_s", "duration_s", "traceparent", "transfer_bytes", "transfer_backend", "history", "timeline", "times", "workload_class", "age_s")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
@@ -408,6 +422,10 @@ class RequestRecord(_message.Message):
     TRANSFER_BYTES_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_BACKEND_FIELD_NUMBER: _ClassVar[int]
     HISTORY_FIELD_NUMBER: _ClassVar[int]
+    TIMELINE_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
+    WORKLOAD_CLASS_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     outcome: str
@@ -426,7 +444,11 @@ class RequestRecord(_message.Message):
     transfer_bytes: int
     transfer_backend: str
     history: _containers.RepeatedCompositeFieldContainer[AttemptRecord]
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., outcome: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., num_completion_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., mode: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., reason: _Optional[str] = ..., stages: _Optional[_Iterable[_Union[RequestStage, _Mapping]]] = ..., ttft_s: _Optional[float] = ..., duration_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., transfer_bytes: _Optional[int] = ..., transfer_backend: _Optional[str] = ..., history: _Optional[_Iterable[_Union[AttemptRecord, _Mapping]]] = ...) -> None: ...
+    timeline: _containers.RepeatedCompositeFieldContainer[StageInterval]
+    times: _common_pb2.StageTimes
+    workload_class: str
+    age_s: float
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., outcome: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., num_completion_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., mode: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., reason: _Optional[str] = ..., stages: _Optional[_Iterable[_Union[RequestStage, _Mapping]]] = ..., ttft_s: _Optional[float] = ..., duration_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., transfer_bytes: _Optional[int] = ..., transfer_backend: _Optional[str] = ..., history: _Optional[_Iterable[_Union[AttemptRecord, _Mapping]]] = ..., timeline: _Optional[_Iterable[_Union[StageInterval, _Mapping]]] = ..., times: _Optional[_Union[_common_pb2.StageTimes, _Mapping]] = ..., workload_class: _Optional[str] = ..., age_s: _Optional[float] = ...) -> None: ...
 
 class RequestRecords(_message.Message):
     __slots__ = ("records", "num_kept", "max_kept", "oldest_age_s")
