@@ -1,5 +1,5 @@
-"""The command line: ``baton up``, ``chat``, ``status``, ``explain``, ``scale``, ``drain``, ``flip``, ``doctor``,
-``keys``, ``config``.
+"""The command line: ``baton up``, ``chat``, ``bench``, ``status``, ``explain``, ``scale``, ``drain``, ``flip``,
+``doctor``, ``keys``, ``config``.
 
 Exit codes: 0 done, 1 it failed while running, 2 it cannot run as asked (the line says what to change), 130 interrupted.
 """
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
+from baton.bench_parser import add_bench_parser
 from baton.keys_parser import add_keys_parser
 from core.config import ClusterConfig, dump_config, load_config, read_secret
 from core.errors import ConfigError, ServingError
@@ -169,6 +170,7 @@ def _parser() -> argparse.ArgumentParser:
     pair.add_argument("--router", metavar="HOST:PORT", help="default: the router of the configuration")
     pair.set_defaults(run=_doctor_pair)
 
+    add_bench_parser(commands, common)
     add_keys_parser(commands, common)
 
     config = commands.add_parser("config", help="show or check a configuration").add_subparsers(
