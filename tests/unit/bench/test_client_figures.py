@@ -153,5 +153,5 @@ def test_urls_are_read_with_and_without_their_parts() -> None:
     assert Address.of("localhost:80/v1/") == Address(host="localhost", port=80, is_tls=False, prefix="")
     assert Address.of("https://a.b/api/v1") == Address(host="a.b", port=443, is_tls=True, prefix="/api")
     for url in ("ftp://a", "http://", "http://a:b"):
-        with pytest.raises(ValueError, match="URL|[Pp]ort"):
+        with pytest.raises(ValueError, match=r"URL|[Pp]ort"):
             Address.of(url)
