@@ -27,6 +27,7 @@ def tiny_settings(folder: Path) -> tuple[str, ...]:
         "models.0.max_context=2048",
         "models.0.kv.prefix_cache=false",
         "router.heartbeat_timeout_s=4",
+        "router.max_wait_s=300",  # a slow machine refuses nobody: who has to wait, waits
     )
 
 
