@@ -15,6 +15,7 @@ import orjson
 from core.errors import ServingError
 from core.types import FinishReason, TokenLogprobs
 from gateway.http import DONE, stream_failure
+from gateway.lane import Lane
 from gateway.parse import Job
 from gateway.run import Run, Sink
 from gateway.text import TextDelta
@@ -90,6 +91,8 @@ class Answer:
     id_prefix: ClassVar[str] = ""
     is_per_choice: ClassVar[bool] = False
     """Prompt ids and their log probabilities stand in each choice, not in the answer."""
+    passes_text_on: ClassVar[bool] = True
+    """A token's text is what a chunk shows of it: nobody reads it on the way."""
 
     def __init__(self, job: Job, request_id: str) -> None:
         self._job = job
@@ -111,6 +114,12 @@ class Answer:
         self._head = b"data: " + orjson.dumps(head)[:-1] + b","
         self._tail = b',"usage":null}\n\n' if job.include_usage else b"}\n\n"
         self._brings_only_text = not job.return_token_ids and job.num_logprobs is None and not job.continuous_usage
+        has_lanes = self.passes_text_on and job.stream and self._brings_only_text and not job.rules.stop
+        self.lanes = [Lane(self._tokenizer.json_texts) for _ in self.parts] if has_lanes else []
+        """One for each choice, or none."""
+
+    def lane(self, index: int) -> Lane | None:
+        return self.lanes[index] if self.lanes else None
 
     def sink(self, index: int) -> Sink:
         return partial(self._take, self.parts[index])
@@ -162,6 +171,9 @@ class Answer:
         """The frames before the first token of a choice."""
         part.is_open = True
         part.head = self._head + self._text_head(part.index)
+        if self.lanes:
+            self.lanes[part.index].head = part.head + b'"'
+            self.lanes[part.index].tail = b'"' + self._text_tail() + self._tail
         return self._opening(part)
 
     def _opening(self, part: Part) -> bytes:

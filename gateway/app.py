@@ -52,7 +52,7 @@ class Gateway:
         self._access = access or OpenAccess()
         self._metrics = GatewayMetrics(telemetry.registry)
         self._shelf = ModelShelf(models)
-        self.peers = Peers(clients, TokenStreams(clients, gateway_id, incarnation))
+        self.peers = Peers(clients, TokenStreams(clients, gateway_id, incarnation, clock))
         self.reporter = Reporter(router, clock, gateway_id, incarnation)
         self._scope = TaskScope("gateway", on_failure=self._break)
         self._on_broken: Callable[[], None] = lambda: None

@@ -2,6 +2,7 @@
 
 from core import types as t
 from core.errors import InternalError
+from gateway.lane import Lane
 from gateway.run import Branch, Choice, Run
 from gateway.text import TextDelta
 
@@ -28,6 +29,11 @@ class Attempt:
         self._has_prefill_reply = False
         self._has_decode_chunk = False
         self._scores: tuple[t.TokenLogprobs, ...] = ()
+
+    def lane(self, number: int) -> Lane | None:
+        """The short way of a choice's tokens."""
+        choice = self._choices.get(number)
+        return None if choice is None else choice.lane
 
     def request(self) -> t.GenerateRequest:
         return self.run.request_of(self.branch, self.number)
@@ -74,7 +80,7 @@ class Attempt:
         for first in ready:
             self._accept(self._chunk_of(first))
 
-    def take_token(self, number: int, index: int, token_id: int) -> bool:
+    def take_token(self, number: int, index: int, token_id: int, now: float) -> bool:
         """A token from D that is nothing but a token: most are. Whether its choice has ended."""
         choice = self._choices.get(number)
         if (
@@ -92,7 +98,7 @@ class Attempt:
             )
             self.take(chunk)
             return True
-        self.run.stages.touch()
+        self.run.stages.touched = now
         self._add(choice, choice.text.append_token(token_id), None)
         return choice.finish_reason is not None
 
@@ -174,6 +180,17 @@ class Attempt:
             if run.is_over:
                 run.finish()
         choice.sink(TextDelta(finish_reason=t.FinishReason.LENGTH) if run.is_scoring else delta)
+        if choice.lane is not None:
+            if self._has_decode_chunk and choice.text.is_plain:
+                choice.lane.open_text()
+            else:
+                choice.lane.close_text()
+
+    def close_lanes(self) -> None:
+        """Nothing more is accepted in this attempt."""
+        for choice in self.branch.choices:
+            if choice.lane is not None:
+                choice.lane.close_text()
 
     def _choice(self, chunk: t.TokenChunk) -> Choice:
         choice = self._choices.get(chunk.choice)

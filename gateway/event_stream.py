@@ -43,6 +43,7 @@ class EventStream:
         self._has_written = False
         """Since the last look, past this task."""
         answer.on_change = self._on_change
+        self._lanes = answer.lanes if self._writer is not None else []
 
     async def run(self, work: Coroutine[object, object, None]) -> None:
         """Sends what `work` adds to the answer, to its end. Raises its error after what came before it was sent."""
@@ -51,8 +52,10 @@ class EventStream:
         try:
             while not working.done():
                 self._is_idle = self._exchange.is_stream
+                self._open_lanes()
                 is_silent = not await self._has_news()
                 self._is_idle = False
+                self._close_lanes()
                 if is_silent:
                     await self._begin()
                     await self._patiently(send_event(self._send, KEEP_ALIVE))
@@ -60,6 +63,7 @@ class EventStream:
             working.result()
         finally:
             self._is_idle = False
+            self._close_lanes()
             working.cancel()
             await asyncio.gather(working, return_exceptions=True)
         await self._flush()
@@ -68,14 +72,30 @@ class EventStream:
     async def _has_news(self) -> bool:
         """Waits for them; false when nothing was sent for too long."""
         while True:
-            self._has_written = False
+            self._has_written, num_taken = False, self._num_taken()
             try:
                 async with asyncio.timeout(self._keep_alive_s):
                     await self._news.wait()
                 return True
             except TimeoutError:
-                if not self._has_written:
+                if not self._has_written and self._num_taken() == num_taken:
                     return False
+
+    def _num_taken(self) -> int:
+        """Tokens that may have gone by a lane."""
+        return sum(len(lane.accepted) for lane in self._lanes)
+
+    def _open_lanes(self) -> None:
+        """While nothing waits to be sent and the client reads."""
+        writer = self._writer
+        if self._lanes and self._is_idle and writer is not None and writer.is_ready and not self._news.is_set():
+            writer.on_blocked = self._close_lanes
+            for lane in self._lanes:
+                lane.open_client(writer)
+
+    def _close_lanes(self) -> None:
+        for lane in self._lanes:
+            lane.close_client()
 
     def _on_change(self) -> None:
         """While nothing waits to be sent, a delta needs no task to be woken."""
@@ -85,7 +105,9 @@ class EventStream:
             if frames:
                 writer.write(frames)
                 self._has_written = True
+            self._open_lanes()
         else:
+            self._close_lanes()
             self._news.set()
 
     async def _flush(self) -> None:

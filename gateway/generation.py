@@ -243,9 +243,13 @@ class Generation:
                 deadline_s=self._limits.request_timeout_s,
                 traceparent=span.traceparent or _new_traceparent(exchange.request_id),
             )
+            first = number * job.sampling.n
             choices = [
                 Choice(
-                    choice, ChoiceText(job.model.tokenizer, job.rules), answer.sink(number * job.sampling.n + choice)
+                    choice,
+                    ChoiceText(job.model.tokenizer, job.rules),
+                    answer.sink(first + choice),
+                    answer.lane(first + choice),
                 )
                 for choice in range(job.sampling.n)
             ]

@@ -38,8 +38,15 @@ DIRECT_WRITER = "baton.direct_writer"
 class Writer(Protocol):
     """What stands in a scope under `DIRECT_WRITER`."""
 
+    raw: Callable[[bytes], None]
+    """Writes a whole piece: what `begin` made, the bytes that were announced to it, and `end`."""
+    end: bytes
+    on_blocked: Callable[[], None]
+    """Called when `is_ready` no longer holds although nobody here ended the answer."""
+
     @property
     def is_ready(self) -> bool: ...
+    def begin(self, head: bytes, num_more: int) -> bytes: ...
     def write(self, piece: bytes) -> None: ...
     def abort(self) -> None: ...
 

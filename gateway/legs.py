@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from functools import partial
 
 from core import types as t
 from core.errors import Cancelled, DeadlineExceeded, ServingError
@@ -21,7 +22,7 @@ from core.tasks import TaskScope
 from gateway.attempt import Attempt
 from gateway.ports import ClientFactory, PrefillPort
 from gateway.prefill_leg import PrefillLeg, abort, report
-from gateway.token_streams import Event, TokenStreams
+from gateway.token_streams import Event, TakeToken, TokenStreams
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +95,8 @@ class Legs:
         self._scope = TaskScope(f"attempt-{self._request_id}-{attempt.number}")
         self._link = peers.streams.link(placement.decode)
         self._link.subscribe(self._request_id, attempt.number, self.handle)
-        self._stream_key = self._link.name(self._request_id, attempt.number, request.sampling.n, self.handle_token)
+        takers = [self._taker(number) for number in range(request.sampling.n)]
+        self._stream_key = self._link.name(self._request_id, attempt.number, takers)
         admit = report(self._admit, placement.decode, attempt.run.remaining_s, self.handle)
         self._scope.spawn(admit, name="admit")
         self._prefill: PrefillLeg | None = None
@@ -131,23 +133,36 @@ class Legs:
                 raise event
             self._attempt.take(event)
         except Exception as error:
-            self.over.set_exception(error)
+            self._fail(error)
             return
         self._look()
         if self._cancelled is not None and not self.over.done():
-            self.over.set_exception(self._cancelled)
+            self._fail(self._cancelled)
 
-    def handle_token(self, choice: int, index: int, token_id: int) -> None:
+    def _taker(self, number: int) -> TakeToken:
+        """Of the plain tokens of a choice: its lane, where it has one."""
+        take = partial(self.handle_token, number)
+        lane = self._attempt.lane(number)
+        if lane is None:
+            return take
+        lane.slow = take
+        return lane.take
+
+    def handle_token(self, choice: int, index: int, token_id: int, now: float) -> None:
         """The same for a plain token."""
         if self.over.done():
             return
         try:
-            has_ended = self._attempt.take_token(choice, index, token_id)
+            has_ended = self._attempt.take_token(choice, index, token_id, now)
         except Exception as error:
-            self.over.set_exception(error)
+            self._fail(error)
             return
         if has_ended:
             self._look()
+
+    def _fail(self, error: Exception) -> None:
+        self._attempt.close_lanes()
+        self.over.set_exception(error)
 
     def _look(self) -> None:
         if self._attempt.is_over:
@@ -159,6 +174,7 @@ class Legs:
         """Ends the attempt: nothing is delivered any more, and unfinished work is aborted at D. ``has_failed``: another
         attempt follows, if one can."""
         self.over.cancel()
+        self._attempt.close_lanes()
         self._deadline.cancel()
         self._link.unsubscribe(self._request_id, self._attempt.number)
         if self._prefill is not None:

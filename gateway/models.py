@@ -48,6 +48,7 @@ class ServedModel:
         files = open_model(section.path)
         own = files.config.max_context
         tokenizer, template = files.tokenizer(), files.chat_template()
+        _ = tokenizer.json_texts  # made now, not before the first answer
         return cls(
             name=section.name,
             tokenizer=tokenizer,

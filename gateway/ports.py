@@ -1,6 +1,6 @@
 """What the gateway needs of the rest of the cluster. `rpc` provides it; tests script it."""
 
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 from typing import Protocol
 
 from core import types as t
@@ -24,7 +24,12 @@ class PrefillPort(Protocol):
 class DecodePort(Protocol):
     async def admit(self, request: t.AdmitRequest) -> t.AdmitReply: ...
     async def abort(self, request: t.AbortRequest) -> t.AbortReply: ...
-    def outputs(self, gateway_id: GatewayId, gateway_incarnation: Incarnation) -> AsyncIterator[t.StepOutputs]: ...
+    async def follow_outputs(
+        self, gateway_id: GatewayId, gateway_incarnation: Incarnation, take: Callable[[t.StepOutputs], None]
+    ) -> None:
+        """Hands over each message where it arrives, the first one (empty) when the stream is registered. Ends by a
+        typed error only."""
+
     async def close(self) -> None: ...
 
 

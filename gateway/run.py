@@ -8,6 +8,7 @@ from core import types as t
 from core.errors import ServingError
 from core.ids import Incarnation, WorkerId
 from core.spans import NO_SPAN
+from gateway.lane import Lane
 from gateway.prefill_leg import PrefillLeg
 from gateway.prompt_blocks import PromptBlocks
 from gateway.stages import StageClock
@@ -27,12 +28,14 @@ def _nowhere(delta: TextDelta) -> None:
 class Choice:
     """One choice of a request. Its accepted tokens are never taken back; `sink` is told what each of them adds."""
 
-    __slots__ = ("accepted", "finish_reason", "is_ended_by_decode", "num_overrun", "number", "sink", "text")
+    __slots__ = ("accepted", "finish_reason", "is_ended_by_decode", "lane", "num_overrun", "number", "sink", "text")
 
-    def __init__(self, number: int, text: ChoiceText, sink: Sink = _nowhere) -> None:
+    def __init__(self, number: int, text: ChoiceText, sink: Sink = _nowhere, lane: Lane | None = None) -> None:
         self.number = number
         self.text = text
         self.sink = sink
+        self.lane = lane
+        """The short way to the client, where there is one."""
         self.accepted: list[int] = []
         self.finish_reason: t.FinishReason | None = None
         self.is_ended_by_decode = False
@@ -116,6 +119,9 @@ class Run:
         self.request = request
         self.choices = tuple(choices)
         self.stages = stages
+        for choice in self.choices:
+            if choice.lane is not None:
+                choice.lane.join(choice.accepted, stages)
         self.blocks = blocks
         """None: nobody need look for workers that hold what the prompt begins with."""
         self.is_scoring = is_scoring

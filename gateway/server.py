@@ -4,7 +4,7 @@ What is no HTTP, too large a head or one that never ends is answered here, in th
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
@@ -155,22 +155,29 @@ class _HeadAndBody:
 
 
 class DirectWriter:
-    """Writes pieces of a chunked answer straight to its connection, past the coroutines of ASGI.
+    """Writes pieces of a chunked answer straight to its connection, past the coroutines of ASGI (`http.Writer`).
 
     For event streams: there is one piece for each token, and this is all that there is to do for it.
     """
 
+    end = b"\r\n"
+
     def __init__(self, cycle: RequestResponseCycle, transport: _Lingering) -> None:
         self._cycle = cycle
         self._transport = transport
+        self.raw = transport.write
+        self.on_blocked: Callable[[], None] = _nothing
 
     @property
     def is_ready(self) -> bool:
         """The head is sent, and the client has read enough of what came before."""
         cycle = self._cycle
         return bool(cycle.chunked_encoding) and not (
-            cycle.flow.write_paused or cycle.disconnected or cycle.response_complete
+            cycle.flow.write_paused or cycle.disconnected or cycle.response_complete or self._transport.is_closing()
         )
+
+    def begin(self, head: bytes, num_more: int) -> bytes:
+        return b"%x\r\n%b" % (len(head) + num_more, head)
 
     def write(self, piece: bytes) -> None:
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
@@ -178,6 +185,10 @@ class DirectWriter:
     def abort(self) -> None:
         """The client is not worth waiting for."""
         self._transport.abort()
+
+
+def _nothing() -> None:
+    pass
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -192,6 +203,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_named_bytes = 0
         self._num_silent_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
+        self._writers: list[DirectWriter] = []
+        """Of the requests of this connection that are not answered yet, in order."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._lingering = _Lingering(transport, self.loop)  # type: ignore[arg-type]
@@ -202,6 +215,15 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._lingering.end()
         super().connection_lost(exc)
+        self._tell_blocked()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._tell_blocked()
+
+    def _tell_blocked(self) -> None:
+        for writer in self._writers:
+            writer.on_blocked()
 
     def data_received(self, data: bytes) -> None:
         if self._lingering.is_closing():
@@ -241,14 +263,17 @@ class BoundedProtocol(HttpToolsProtocol):
         # The application runs later. A request behind another one is not it yet, but this is its own scope and cycle.
         cycle = self.pipeline[0][0] if self.pipeline else self.cycle
         if cycle is not None and cycle.scope is self.scope:
+            writer = DirectWriter(cycle, self._lingering)
+            self._writers.append(writer)
             self._join_head_and_body(cycle)
-            self.scope["extensions"] = {DIRECT_WRITER: DirectWriter(cycle, self._lingering)}  # type: ignore[dict-item]
+            self.scope["extensions"] = {DIRECT_WRITER: writer}  # type: ignore[dict-item]
 
     def _join_head_and_body(self, cycle: RequestResponseCycle) -> None:
         answer, on_response = _HeadAndBody(cycle, self._lingering), cycle.on_response
 
         def end() -> None:
             answer.flush()  # that of a HEAD request has no body
+            self._writers.pop(0)
             on_response()
 
         cycle.transport, cycle.on_response = answer, end  # type: ignore[assignment]

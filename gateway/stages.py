@@ -20,7 +20,8 @@ class StageClock:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._started = self._last = clock.now()
-        self._touched: float | None = None
+        self.touched: float | None = None
+        """When the last token came: the time until then was `decode`."""
         self._stages: dict[str, float] = {}
 
     def copy(self) -> "StageClock":
@@ -33,17 +34,18 @@ class StageClock:
         return self._clock.now() - self._started
 
     def touch(self) -> None:
-        """The time until now was `decode`: for what happens with every token."""
-        self._touched = self._clock.now()
+        """A token has come now."""
+        self.touched = self._clock.now()
 
     def mark(self, stage: str) -> None:
-        """The time since the last mark (or touch) was `stage`."""
-        if self._touched is not None:
-            self._add("decode", self._touched)
-            self._touched = None
+        """The time since the last mark (or token) was `stage`."""
+        if self.touched is not None:
+            self._add("decode", self.touched)
+            self.touched = None
         self._add(stage, self._clock.now())
 
     def _add(self, stage: str, until: float) -> None:
+        until = max(until, self._last)  # a token's time is that of its message, of which a part may be marked already
         self._stages[stage] = self._stages.get(stage, 0.0) + until - self._last
         self._last = until
 

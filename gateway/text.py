@@ -66,6 +66,11 @@ class Detokenizer:
         """No character is begun: a token of whole characters is its own text."""
         self._strips_space = tokenizer.strips_leading_space
 
+    @property
+    def is_between(self) -> bool:
+        """No character is begun, and no space is to be left out."""
+        return self._is_between and not self._strips_space
+
     def append(self, token_id: int) -> str:
         """The characters that are complete now and were not before."""
         if self._is_between and not self._strips_space:
@@ -152,6 +157,11 @@ class ChoiceText:
         self._num_chars = 0
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """The next token's text is its own, if it is one of whole characters."""
+        return self.finish_reason is None and self._detokenizer.is_between and not self._rules.stop
 
     def append_token(self, token_id: int) -> TextDelta:
         """Accepts one token that is nothing but a token."""

@@ -10,11 +10,11 @@ the same worker opens a new stream (and, if the worker restarted, meets a new in
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
 from core import types as t
+from core.clock import Clock, MonotonicClock
 from core.errors import ServingError, WorkerLost, error_from_slug
 from core.ids import GatewayId, Incarnation, RequestId, WorkerId
 from core.tasks import TaskScope
@@ -29,18 +29,19 @@ Event = t.TokenChunk | t.AttemptAccepted | t.AdmitReply | t.PrefillReply | Servi
 AttemptKey = tuple[RequestId, int]
 Handler = Callable[[Event], None]
 """Takes what happens to one attempt, in order. It raises nothing."""
-TokenHandler = Callable[[int, int, int], None]
-"""Takes a plain token of one attempt: number of the choice, index, token id. It raises nothing."""
+TakeToken = Callable[[int, int, float], None]
+"""Takes a plain token of one choice: index, token id, when its message came. It raises nothing."""
 
 
 class DecodeLink:
     """This gateway's client and stream to one decode worker incarnation."""
 
-    def __init__(self, worker: t.WorkerAddress, client: DecodePort, keys: Iterator[int]) -> None:
+    def __init__(self, worker: t.WorkerAddress, client: DecodePort, keys: Iterator[int], clock: Clock) -> None:
         """``keys`` are never given twice by this gateway: an old attempt's token must not reach a new one."""
         self.worker = worker
         self._keys = keys
-        self._takers: dict[int, Callable[[int, int], None]] = {}
+        self._clock = clock
+        self._takers: dict[int, TakeToken] = {}
         self._names: dict[AttemptKey, list[int]] = {}
         self.client = client
         self._handlers: dict[AttemptKey, Handler] = {}
@@ -56,12 +57,11 @@ class DecodeLink:
     def subscribe(self, request_id: RequestId, attempt: int, handler: Handler) -> None:
         self._handlers[request_id, attempt] = handler
 
-    def name(self, request_id: RequestId, attempt: int, num_choices: int, handler: TokenHandler) -> int:
-        """The stream key of a subscribed attempt: plain tokens of its choices go to ``handler``."""
-        names = [next(self._keys) for _ in range(num_choices)]
+    def name(self, request_id: RequestId, attempt: int, takers: Sequence[TakeToken]) -> int:
+        """The stream key of a subscribed attempt: plain tokens of each of its choices go to its taker."""
+        names = [next(self._keys) for _ in takers]
         self._names[request_id, attempt] = names
-        for number, name in enumerate(names):
-            self._takers[name] = partial(handler, number)
+        self._takers |= zip(names, takers, strict=True)
         return names[0]
 
     def unsubscribe(self, request_id: RequestId, attempt: int) -> None:
@@ -74,13 +74,15 @@ class DecodeLink:
         self, gateway_id: GatewayId, incarnation: Incarnation, on_unknown: Callable[[AttemptKey], None]
     ) -> None:
         """Reads the stream until it breaks; always raises. `on_unknown` hears once of attempts nobody waits for."""
-        outputs = self.client.outputs(gateway_id, incarnation)
         async with asyncio.timeout(OPEN_TIMEOUT_S) as opening:
-            async for message in outputs:
+
+            def take(message: t.StepOutputs) -> None:
                 if not self._opened.done():
                     opening.reschedule(None)
                     self._opened.set_result(None)
                 self._deliver(message, on_unknown)
+
+            await self.client.follow_outputs(gateway_id, incarnation, take)
         raise WorkerLost(f"{self.worker.worker_id} ended its token stream", worker_id=self.worker.worker_id)
 
     def fail(self, error: ServingError) -> None:
@@ -94,11 +96,11 @@ class DecodeLink:
     def _deliver(self, message: t.StepOutputs, on_unknown: Callable[[AttemptKey], None]) -> None:
         plain = message.plain
         if plain is not None:
-            takers = self._takers
+            takers, now = self._takers, self._clock.now()
             for key, index, token_id in zip(plain.keys, plain.indexes, plain.token_ids, strict=True):
                 taker = takers.get(key)
                 if taker is not None:
-                    taker(index, token_id)
+                    taker(index, token_id, now)
         for accepted in message.accepted:
             self._hand_over((accepted.request_id, accepted.attempt), accepted, on_unknown)
         for chunk in message.chunks:
@@ -126,8 +128,11 @@ class DecodeLink:
 class TokenStreams:
     """All links of this gateway, by worker incarnation."""
 
-    def __init__(self, clients: ClientFactory, gateway_id: GatewayId, incarnation: Incarnation) -> None:
+    def __init__(
+        self, clients: ClientFactory, gateway_id: GatewayId, incarnation: Incarnation, clock: Clock | None = None
+    ) -> None:
         self._clients = clients
+        self._clock = clock or MonotonicClock()
         self._gateway_id = gateway_id
         self._incarnation = incarnation
         self._links: dict[tuple[WorkerId, Incarnation], DecodeLink] = {}
@@ -139,7 +144,7 @@ class TokenStreams:
         key = (worker.worker_id, worker.incarnation)
         link = self._links.get(key)
         if link is None:
-            link = self._links[key] = DecodeLink(worker, self._clients.decode(worker), self._keys)
+            link = self._links[key] = DecodeLink(worker, self._clients.decode(worker), self._keys, self._clock)
             self._scope.spawn(self._run(link), name=worker.worker_id)
         return link
 

@@ -16,6 +16,7 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Literal
 
+import orjson
 import tokenizers
 
 from modelfiles.added_texts import AddedTexts
@@ -119,6 +120,12 @@ class Tokenizer:
                 with suppress(UnicodeDecodeError):
                     texts[token_id] = raw.decode("utf-8")
         return texts
+
+    @cached_property
+    def json_texts(self) -> tuple[bytes | None, ...]:
+        """By token id, what `ordinary_texts` has of it as it stands between the quotes of a JSON string."""
+        texts = self.ordinary_texts
+        return tuple(orjson.dumps(texts[one])[1:-1] if one in texts else None for one in range(self.num_tokens))
 
     @property
     def strips_leading_space(self) -> bool:

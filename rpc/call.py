@@ -4,6 +4,7 @@ import asyncio
 import struct
 import urllib.parse
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 
 from core.errors import InternalError, ServingError
@@ -38,13 +39,18 @@ class Call:
         running --trailers, reset, lost connection, deadline, cancel--> over (once; what came before can still be taken)
     """
 
-    def __init__(self, connection: Connection, peer: str, deadline: float | None) -> None:
+    def __init__(
+        self, connection: Connection, peer: str, deadline: float | None, take: Callable[[bytes], None] | None = None
+    ) -> None:
+        """``take`` is given each message where it arrives, instead of `next`; what it raises (a typed error) ends the
+        call."""
         self._loop = asyncio.get_running_loop()
         self._connection = connection
         self._peer = peer
         self._deadline = deadline
         self._number = 0
         self._messages: deque[bytes] = deque()
+        self._take = self._messages.append if take is None else take
         self._partial = bytearray()
         self._needed = _PREFIX.size
         self._num_uncredited = 0
@@ -138,7 +144,12 @@ class Call:
             self._needed += length
             if left < self._needed:
                 break
-            self._messages.append(data[position + _PREFIX.size : position + self._needed])
+            try:
+                self._take(data[position + _PREFIX.size : position + self._needed])
+            except ServingError as error:
+                self.cancel(error)
+            if self._is_over:
+                return
             position += self._needed
         if left:
             self._partial += data[position:]

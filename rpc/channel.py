@@ -8,7 +8,7 @@ Every failure is a typed error. Every call without a deadline is a stream, and t
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -107,6 +107,23 @@ class Channel:
                 sending.cancel()
                 await asyncio.gather(sending, return_exceptions=True)
 
+    async def follow(
+        self, method: Method, request: Message, take: Callable[[Any], None], *, timeout_s: float | None = None
+    ) -> None:
+        """Like `stream`, but hands each message to ``take`` where it arrives, so that no task is woken. It must
+        not wait, and what it raises, a typed error, ends the call. Returns at the peer's end of the stream."""
+
+        def take_bytes(message: bytes) -> None:
+            take(self._parse(method, message))
+
+        call = await self._begin(method, request.SerializeToString(), timeout_s, take_bytes)
+        try:
+            await call.ended()
+        finally:
+            call.cancel()
+        if call.error is not None:
+            raise call.error
+
     async def close(self) -> None:
         """Calls under way fail by a typed error."""
         self._is_closed = True
@@ -117,7 +134,13 @@ class Channel:
             if connection is not None:
                 connection.close(_CLOSED)
 
-    async def _begin(self, method: Method, message: bytes | None, timeout_s: float | None) -> Call:
+    async def _begin(
+        self,
+        method: Method,
+        message: bytes | None,
+        timeout_s: float | None,
+        take: Callable[[bytes], None] | None = None,
+    ) -> Call:
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         connection = self._connection
         if connection is None or not connection.is_open:
@@ -127,7 +150,7 @@ class Channel:
         block = method.block + self._authority
         if timeout_s is not None:
             block += literal(b"grpc-timeout", b"%dm" % min(max(math.ceil(1000 * timeout_s), 1), 99_999_999))
-        call = Call(connection, self._peer, deadline)
+        call = Call(connection, self._peer, deadline, take)
         call.begin(block, message)
         return call
 

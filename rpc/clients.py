@@ -158,15 +158,31 @@ class DecodeClient(_Client):
     async def outputs(self, gateway_id: GatewayId, gateway_incarnation: Incarnation) -> AsyncIterator[t.StepOutputs]:
         """The one multiplexed stream of this gateway. Its first message is empty: the stream is registered now,
         requests may be admitted. It ends by a typed error only (WorkerLost, StaleIncarnation, WorkerDraining)."""
-        request = decode_pb2.OutputsRequest(
+        request = self._outputs_request(gateway_id, gateway_incarnation)
+        async with aclosing(self._stream("Outputs", request)) as messages:
+            async for message in messages:
+                yield from_pb(t.StepOutputs, message)
+        raise self._outputs_end()
+
+    async def follow_outputs(
+        self, gateway_id: GatewayId, gateway_incarnation: Incarnation, take: Callable[[t.StepOutputs], None]
+    ) -> None:
+        """The same stream, each message handed to ``take`` where it arrives."""
+        request = self._outputs_request(gateway_id, gateway_incarnation)
+        await self._channel.follow(
+            self._methods["Outputs"], request, lambda message: take(from_pb(t.StepOutputs, message))
+        )
+        raise self._outputs_end()
+
+    def _outputs_request(self, gateway_id: GatewayId, gateway_incarnation: Incarnation) -> Any:
+        return decode_pb2.OutputsRequest(
             gateway_id=gateway_id,
             gateway_incarnation=gateway_incarnation,
             worker_incarnation=self._worker.incarnation,
         )
-        async with aclosing(self._stream("Outputs", request)) as messages:
-            async for message in messages:
-                yield from_pb(t.StepOutputs, message)
-        raise StaleIncarnation(f"{self._worker.worker_id} ended the outputs stream", worker_id=self._worker.worker_id)
+
+    def _outputs_end(self) -> StaleIncarnation:
+        return StaleIncarnation(f"{self._worker.worker_id} ended the outputs stream", worker_id=self._worker.worker_id)
 
 
 class HandoffClient(_Client):

@@ -22,6 +22,7 @@ class ResponsesAnswer(ChatAnswer):
     """Texts and scores are a chat's; what is made of them are events."""
 
     id_prefix = "resp_"
+    passes_text_on = False
 
     def __init__(self, job: Job, request_id: str, request: ResponseRequest) -> None:
         super().__init__(job, request_id)

@@ -18,6 +18,8 @@ def chat_answer(job: Job, request_id: str) -> Answer:
 
 
 class ReadChatAnswer(ChatAnswer):
+    passes_text_on = False
+
     def __init__(self, job: Job, request_id: str, rules: OutputRules) -> None:
         super().__init__(job, request_id)
         self._readers = [OutputReader(rules) for _ in self.parts]

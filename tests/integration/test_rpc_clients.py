@@ -220,6 +220,23 @@ async def test_messages_of_megabytes_pass_in_both_directions() -> None:
             await anext(outputs)
 
 
+async def test_messages_that_are_followed_come_in_order_and_the_end_is_typed() -> None:
+    async with serving_decoder() as (_, server), decode_client(server.address) as client:
+        taken: list[t.StepOutputs] = []
+        with pytest.raises(StaleIncarnation):
+            await client.follow_outputs(GatewayId("g"), Incarnation(1), taken.append)
+        assert [len(one.chunks) for one in taken] == [0, 1]
+        assert len(taken[1].chunks[0].token_ids) == 3_000_000
+
+        def refuse(message: t.StepOutputs) -> None:
+            raise QueueFull("not this one")
+
+        with pytest.raises(QueueFull, match="not this one"):
+            await client.follow_outputs(GatewayId("g"), Incarnation(1), refuse)
+        with pytest.raises(QueueFull, match="xx"):
+            await client.admit(admission(1000))  # the connection is whole
+
+
 async def test_a_cancelled_call_and_one_past_its_deadline_end_at_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving_decoder() as (decoder, server), decode_client(server.address) as client:
         call = asyncio.create_task(client.abort(ABORT))

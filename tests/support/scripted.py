@@ -7,7 +7,7 @@ sleeps; a test that needs a pause holds a gate.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
@@ -332,6 +332,12 @@ class ScriptedDecode:
             if isinstance(message, ServingError):
                 raise message
             yield message
+
+    async def follow_outputs(
+        self, gateway_id: GatewayId, gateway_incarnation: Incarnation, take: Callable[[t.StepOutputs], None]
+    ) -> None:
+        async for message in self.outputs(gateway_id, gateway_incarnation):
+            take(message)
 
     async def close(self) -> None:
         pass

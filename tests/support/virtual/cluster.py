@@ -201,7 +201,7 @@ class VirtualCluster:
 
     def _make_gateway(self) -> None:
         clients = WorkerClients(self.network, self.gateway)
-        streams = TokenStreams(clients, GatewayId("g"), Incarnation(self._num_gateways))
+        streams = TokenStreams(clients, GatewayId("g"), Incarnation(self._num_gateways), self.loop)
         self.peers = Peers(clients, streams)
         limits = PipelineLimits(max_attempts=4, capacity_patience_s=5.0)
         self.pipeline = Pipeline(self.router, self.peers, limits)

@@ -282,6 +282,10 @@ class DecodeWire:
     async def abort(self, request: Any) -> Any:
         return await self._network.call(self._process, self._to, "abort_decode", request)
 
+    async def follow_outputs(self, gateway_id: Any, incarnation: Any, take: Callable[[Any], None]) -> None:
+        async for message in self.outputs(gateway_id, incarnation):
+            take(message)
+
     def outputs(self, gateway_id: Any, incarnation: Any) -> AsyncIterator[Any]:
         def open_stream(worker: VirtualWorker, inner: AsyncIterator[Any]) -> Any:
             return worker.role.outputs(gateway_id, incarnation, self._to.incarnation)
