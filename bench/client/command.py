@@ -21,7 +21,7 @@ from bench.client.http import HttpClient
 from bench.client.knee import find_knee
 from bench.client.player import Player, Run, warm_up, watched
 from bench.client.prompts import Ids, Words, single_token_words
-from bench.client.scripts import Script, at, rescaled
+from bench.client.scripts import Script, at, rescaled, salted
 from bench.client.shapes import SHAPES, Shape, gamma_arrivals
 from bench.client.tables import as_json, markdown
 from bench.client.traces import clipped, read_trace, window
@@ -98,8 +98,10 @@ async def _knee(
     runs: dict[float, tuple[Run, Figures]] = {}
 
     async def probe(rate: float) -> Figures:
-        salted = _salted(rescaled(scripts, rate=rate), len(runs)) if options.fresh else rescaled(scripts, rate=rate)
-        run = await _play(options, endpoint, salted)
+        arriving = rescaled(scripts, rate=rate)
+        if options.fresh:
+            arriving = salted(arriving, str(len(runs)))
+        run = await _play(options, endpoint, arriving)
         runs[rate] = run, figures(run, objective)
         print(f"rate {rate:.3g}/s: attainment {runs[rate][1].attainment:.1%}", file=sys.stderr)
         return runs[rate][1]
@@ -107,19 +109,6 @@ async def _knee(
     knee, tried = await find_knee(probe, from_rate=_mean_rate(scripts), share=options.knee_attainment)
     sweep += tried
     return knee, runs[knee or min(runs)]
-
-
-def _salted(scripts: Iterable[Script], number: int) -> list[Script]:
-    """The same workload with other words: nothing of an earlier probe is cached."""
-
-    def line(one: Script) -> Script:
-        lines = tuple(
-            replace(each, parts=tuple(replace(part, key=f"{number}/{part.key}") for part in each.parts))
-            for each in one.lines
-        )
-        return replace(one, lines=lines, system=tuple(replace(p, key=f"{number}/{p.key}") for p in one.system))
-
-    return [line(each) for each in scripts]
 
 
 async def _play(options: argparse.Namespace, endpoint: Endpoint, scripts: Iterable[Script]) -> Run:

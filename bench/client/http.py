@@ -55,6 +55,8 @@ class _Connection(asyncio.Protocol):
         self._at = 0.0
         self._is_complete = False
         self._has_no_length = True
+        self.has_heard = False
+        """Of the answer that was asked for last."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are no instances of it
@@ -65,6 +67,7 @@ class _Connection(asyncio.Protocol):
             self.close()  # nothing was asked: the server has more to say than we know what to do with
             return
         try:
+            self.has_heard = True
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self._fail(f"the answer is not HTTP/1.1: {error}")
@@ -86,6 +89,7 @@ class _Connection(asyncio.Protocol):
         assert self._transport is not None and self._parser is None, "one answer at a time"
         self._parser = httptools.HttpResponseParser(self)
         self._on_data, self._is_complete, self._has_no_length = on_data, False, True
+        self.has_heard = False
         self._done = asyncio.get_running_loop().create_future()
         if self._transport.is_closing():
             raise ConnectionLost("the server closed the connection")
@@ -152,7 +156,17 @@ class HttpClient:
             f"{method} {address.prefix}{path} HTTP/1.1\r\nHost: {address.host}:{address.port}\r\n{self._head}"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         ).encode() + body
-        connection = await self._connect()
+        connection = self._idle_one()
+        if connection is not None:
+            try:
+                return await self._finish(connection, message, on_data)
+            except ConnectionLost:
+                if connection.has_heard:
+                    raise
+                # The server had closed it while it was idle: nothing was answered, so nothing was done.
+        return await self._finish(await self._connect(), message, on_data)
+
+    async def _finish(self, connection: _Connection, message: bytes, on_data: OnData) -> int:
         status = await connection.ask(message, on_data)
         if connection.is_reusable:
             self._idle.append(connection)
@@ -160,11 +174,14 @@ class HttpClient:
             connection.close()
         return status
 
-    async def _connect(self) -> _Connection:
+    def _idle_one(self) -> _Connection | None:
         while self._idle:
             connection = self._idle.pop()
             if connection.is_reusable:
                 return connection
+        return None
+
+    async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()
         _, made = await loop.create_connection(_Connection, self._address.host, self._address.port, ssl=self._tls)
         return made

@@ -1,8 +1,10 @@
 """Words of parts. The same key has the same words, and a shorter part with that key has the first of them."""
 
-import random
+import hashlib
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+
+import numpy as np
 
 from bench.client.scripts import Part
 
@@ -26,18 +28,24 @@ class Words:
         self._seed = seed
         self._text = lru_cache(maxsize=4096)(self._make)
 
+    @property
+    def vocabulary(self) -> list[str]:
+        """Without the spaces before them."""
+        return [word[1:] for word in self._words]
+
     def text(self, parts: Iterable[Part]) -> str:
         return "".join(self._text(part.key, part.num_tokens) for part in parts)
 
     def _make(self, key: str, num_tokens: int) -> str:
-        return "".join(random.Random(f"{self._seed} {key}").choices(self._words, k=num_tokens))
+        words = self._words
+        return "".join([words[number] for number in _numbers(f"{self._seed} {key}", num_tokens, len(words))])
 
 
 class Ids:
     """Token ids, for endpoints that take them: lengths are exact without knowing the vocabulary's words."""
 
-    def __init__(self, vocabulary: range = range(300, 2000), *, seed: int = 0) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, vocabulary: Sequence[int] = range(300, 2000), *, seed: int = 0) -> None:
+        self._vocabulary = list(vocabulary)
         self._seed = seed
         self._ids = lru_cache(maxsize=4096)(self._make)
 
@@ -45,7 +53,15 @@ class Ids:
         return [each for part in parts for each in self._ids(part.key, part.num_tokens)]
 
     def _make(self, key: str, num_tokens: int) -> tuple[int, ...]:
-        return tuple(random.Random(f"{self._seed} {key}").choices(self._vocabulary, k=num_tokens))
+        ids = self._vocabulary
+        return tuple([ids[number] for number in _numbers(f"{self._seed} {key}", num_tokens, len(ids))])
+
+
+def _numbers(key: str, count: int, below: int) -> list[int]:
+    """Of the key alone, evenly enough: the first of them do not depend on how many there are."""
+    digest = hashlib.shake_128(key.encode()).digest(4 * count)
+    numbers: list[int] = (np.frombuffer(digest, "<u4") % below).tolist()
+    return numbers
 
 
 def single_token_words(texts: Iterable[str]) -> list[str]:

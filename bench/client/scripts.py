@@ -50,6 +50,22 @@ def rescaled(scripts: Sequence[Script], *, rate: float) -> list[Script]:
     return [replace(script, at_s=script.at_s * factor) for script in scripts]
 
 
+def salted(scripts: Iterable[Script], salt: str) -> list[Script]:
+    """The same workload with other words: nothing of an earlier run is cached."""
+
+    def renamed(parts: tuple[Part, ...]) -> tuple[Part, ...]:
+        return tuple(replace(part, key=f"{salt}/{part.key}") for part in parts)
+
+    return [
+        replace(
+            script,
+            lines=tuple(replace(line, parts=renamed(line.parts)) for line in script.lines),
+            system=renamed(script.system),
+        )
+        for script in scripts
+    ]
+
+
 def at(times: Iterable[float], scripts: Iterable[Script]) -> Iterator[Script]:
     """The scripts, each at its own time; as many as the shorter of both."""
     for at_s, script in zip(times, scripts, strict=False):

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from bench.virtual.loop import Process
+from bench.virtual.network import DecodeWire, Pipe
 from core import types as t
 from core.errors import ServingError
 from core.handoff import DigestKind, PeerInfo
@@ -25,8 +27,6 @@ from tests.faults.injected import Injected
 from tests.faults.kinds import KINDS, NEEDS_DIGESTS
 from tests.support.virtual.cluster import Answer, Hooks, VirtualCluster, make_config
 from tests.support.virtual.content_engine import SHAPE, VOCAB, answer_to
-from tests.support.virtual.loop import Process
-from tests.support.virtual.network import DecodeWire, Pipe
 from tests.support.virtual.worker import VirtualWorker
 
 _CONFIGS = {

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from bench.virtual.network import Pipe
 from core.handoff import (
     AbortHandoff,
     Claim,
@@ -22,7 +23,6 @@ from core.handoff import (
 )
 from core.ids import LeaseId
 from tests.faults.injected import Injected
-from tests.support.virtual.network import Pipe
 
 if TYPE_CHECKING:
     from tests.faults.case import Case

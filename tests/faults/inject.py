@@ -17,10 +17,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from bench.virtual.loop import VirtualLoop
 from tests.faults.audit import Bugs
 from tests.faults.case import Case, CaseResult
 from tests.faults.kinds import KINDS
-from tests.support.virtual.loop import VirtualLoop
 
 
 def run_case(seed: int, kinds: Iterable[str] | None = None) -> CaseResult:

@@ -9,9 +9,9 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from bench.virtual.network import Pipe
 from kvtransfer.backends.base import Batch
 from kvtransfer.backends.inproc import Fault
-from tests.support.virtual.network import Pipe
 from tests.support.virtual.worker import VirtualWorker
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ import random
 
 import pytest
 
+from bench.virtual.loop import VirtualLoop
 from tests.support.virtual.cluster import Answer, Hooks, VirtualCluster, make_config
 from tests.support.virtual.content_engine import VOCAB, answer_to
-from tests.support.virtual.loop import VirtualLoop
 from tests.support.virtual.worker import VirtualWorker
 
 NUM_BLOCKS, BLOCK_SIZE = 12, 4

@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -28,7 +28,12 @@ def _length(head: bytes) -> int:
 async def serving(handler: Handler) -> AsyncIterator[str]:
     """Calls ``handler`` with path and body of each request, several on one connection."""
 
+    connections: set[asyncio.Task[None]] = set()
+
     async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        connections.add(task)
         try:
             while not writer.is_closing():
                 head = await reader.readuntil(b"\r\n\r\n")
@@ -36,16 +41,23 @@ async def serving(handler: Handler) -> AsyncIterator[str]:
                 body = json.loads(await reader.readexactly(length) or b"{}")
                 await handler(head.split()[1], body, writer)
                 await writer.drain()
-        except (asyncio.IncompleteReadError, ConnectionError):
+        except (asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError):
             pass
         finally:
+            connections.discard(task)
             writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
 
     server = await asyncio.start_server(connection, "127.0.0.1", 0)
     try:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:
         server.close()
+        for task in connections:
+            task.cancel()
+        if connections:
+            await asyncio.wait(connections)
 
 
 @contextmanager
@@ -205,6 +217,20 @@ async def test_answers_without_a_length_end_with_their_connection() -> None:
         client = HttpClient(url)
         assert await client.get("/x") == (200, b"all of it")
         assert await client.get("/x") == (200, b"all of it"), "a new connection"
+        client.close()
+
+
+async def test_a_connection_that_was_closed_while_it_was_idle_is_no_error() -> None:
+    async def speak(path: bytes, body: dict[str, object], writer: asyncio.StreamWriter) -> None:
+        if path != b"/again":
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+        writer.close()
+
+    async with serving(speak) as url:
+        client = HttpClient(url)
+        assert [await client.get("/x") for _ in range(3)] == [(200, b"ok")] * 3
+        with pytest.raises(ConnectionLost):
+            await client.get("/again")
         client.close()
 
 

@@ -7,7 +7,7 @@ sleeps; a test that needs a pause holds a gate.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 

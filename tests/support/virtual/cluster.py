@@ -9,6 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from bench.virtual.cluster import PlainText
+from bench.virtual.loop import Process, VirtualLoop
+from bench.virtual.network import HandoffWire, Network, Pipe, WorkerClients
 from core import types as t
 from core.config import ClusterConfig, parse_config
 from core.errors import NoWorker, ServingError, WorkerLost
@@ -20,12 +23,9 @@ from gateway.legs import Peers
 from gateway.pipeline import Pipeline, PipelineLimits
 from gateway.run import Choice, Run
 from gateway.stages import StageClock
-from gateway.text import TextDelta
 from gateway.token_streams import TokenStreams
 from kvtransfer.backends.base import Batch, Identity
 from kvtransfer.backends.inproc import Fabric, Fault
-from tests.support.virtual.loop import Process, VirtualLoop
-from tests.support.virtual.network import HandoffWire, Network, Pipe, WorkerClients
 from tests.support.virtual.worker import VirtualWorker
 
 NOTICE_S = 0.5
@@ -77,23 +77,6 @@ def make_config(
             },
         }
     )
-
-
-class PlainText:
-    """Tokens without text: what :class:`gateway.text.ChoiceText` is for the pipeline."""
-
-    def append(
-        self,
-        token_ids: tuple[int, ...],
-        logprobs: Any = (),
-        *,
-        finish_reason: t.FinishReason | None = None,
-        **rest: Any,
-    ) -> TextDelta:
-        return TextDelta(token_ids=tuple(token_ids), finish_reason=finish_reason)
-
-    def append_token(self, token_id: int) -> TextDelta:
-        return TextDelta(token_ids=(token_id,))
 
 
 @dataclass(kw_only=True, eq=False)

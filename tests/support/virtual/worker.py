@@ -6,10 +6,11 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Any, cast
 
+from bench.virtual.loop import Process
+from bench.virtual.threads import Later, VirtualTransferThread
 from core.config import ClusterConfig
 from core.failpoints import Failpoints
 from core.handoff import PeerInfo
@@ -30,16 +31,13 @@ from kvtransfer.lease import LeaseTable
 from kvtransfer.memory import Scratch
 from kvtransfer.pairs import Pairs
 from kvtransfer.slot import SlotMemory
-from kvtransfer.transfer_thread import TransferThread
 from prefill_worker.service import PrefillRole
 from tests.support.virtual.content_engine import FORMAT, ContentEngine
-from tests.support.virtual.loop import WORK_S, Process
 from worker.context import WorkerContext
 
 _STEP_S = 0.002
 _COMMAND_S = 0.0002
 _HEARTBEAT_S = 1.0
-_MIN_TURN_S, _MAX_TURN_S = 0.0002, 0.05
 
 Reach = Callable[["VirtualWorker", str], Awaitable[None]]
 
@@ -90,57 +88,6 @@ class VirtualSteps:
         if self._engine.has_work:
             self._on_step(self._engine.step(), 0.0, 0.0)
         self.wake()
-
-
-class _Later(Executor):
-    """A thread's work, a moment later on the loop."""
-
-    def submit(self, work: Callable[..., Any], /, *args: Any, **named: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_running_or_notify_cancel()
-
-        def run() -> None:
-            try:
-                future.set_result(work(*args, **named))
-            except BaseException as error:
-                future.set_exception(error)
-
-        asyncio.get_running_loop().call_later(WORK_S, run)
-        return future
-
-
-class VirtualTransferThread(TransferThread):
-    """The transfer thread with the loop in the place of the thread."""
-
-    _timer: asyncio.TimerHandle | None = None
-    _sleep_s = _MIN_TURN_S
-
-    def _submit(self, command: Callable[[], None]) -> bool:
-        accepted = super()._submit(command)
-        if accepted:
-            self._wake(_MIN_TURN_S)
-        return accepted
-
-    def _wake(self, sleep_s: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._sleep_s = sleep_s
-        self._timer = asyncio.get_running_loop().call_later(sleep_s, self._turn)
-
-    def _turn(self) -> None:
-        self._timer = None
-        self._take_commands(0.0)
-        if self._loop.turn():
-            self._wake(_MIN_TURN_S)
-        elif not self._loop.is_idle or self._loop.stats().num_retired_links:
-            self._wake(min(self._sleep_s * 2, _MAX_TURN_S))
-
-    def end(self) -> bool:
-        """As at the end of the thread."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._end()
-        return self._closed_clean
 
 
 class VirtualWorker:
@@ -221,7 +168,7 @@ class VirtualWorker:
             handshake_s=transfer.handshake_s,
             num_glances=0,
             pairs=self.context.pairs,
-            beside=_Later(),
+            beside=Later(),
         )
         self.leases = LeaseTable(
             self.slots,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from bench.virtual.loop import VirtualLoop
 from core.errors import BackendFailed
 from core.handoff import PeerInfo
 from core.types import WorkerLoad, WorkerState
@@ -12,7 +13,6 @@ from kvtransfer.backends.inproc import Fault
 from kvtransfer.circuit import CircuitState
 from kvtransfer.memory import REGION_CANARY, REGION_KV
 from tests.support.virtual.cluster import Hooks, VirtualCluster, make_config
-from tests.support.virtual.loop import VirtualLoop
 from tests.support.virtual.worker import VirtualWorker
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from bench.virtual.loop import VirtualLoop
+from bench.virtual.network import Pipe
 from core.handoff import PeerInfo, Welcome
 from kvtransfer.backends.base import Batch, Identity
 from kvtransfer.backends.inproc import Fault
 from kvtransfer.memory import REGION_CANARY
 from tests.support.virtual.cluster import Hooks, VirtualCluster, make_config
-from tests.support.virtual.loop import VirtualLoop
-from tests.support.virtual.network import Pipe
 from tests.support.virtual.worker import VirtualWorker
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from bench.virtual.loop import VirtualLoop
+from bench.virtual.network import Pipe
 from core.handoff import Claim, Open, Ready, Sealed
 from tests.support.virtual.cluster import Hooks, VirtualCluster, make_config
 from tests.support.virtual.content_engine import answer_to
-from tests.support.virtual.loop import VirtualLoop
-from tests.support.virtual.network import Pipe
 from tests.support.virtual.worker import VirtualWorker
 
 PROMPT = tuple(range(3, 43))

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
+from bench.virtual.loop import VirtualLoop
+from bench.virtual.network import Pipe
 from core import types as t
 from core.errors import BackendFailed, InternalError, QueueFull, ServingError
 from core.handoff import Claim, Ended
 from kvtransfer.backends.inproc import Fault
 from tests.support.virtual.cluster import Hooks, VirtualCluster, make_config
 from tests.support.virtual.content_engine import answer_to
-from tests.support.virtual.loop import VirtualLoop
-from tests.support.virtual.network import Pipe
 from tests.support.virtual.worker import VirtualWorker
 
 PROMPT = tuple(range(3, 43))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+from bench.virtual.loop import VirtualLoop
 from core.types import AbortRequest
 from tests.support.virtual.cluster import Hooks, VirtualCluster, make_config
-from tests.support.virtual.loop import VirtualLoop
 from tests.support.virtual.worker import VirtualWorker
 
 

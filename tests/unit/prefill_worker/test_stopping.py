@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from bench.virtual.loop import VirtualLoop
 from tests.support.virtual.cluster import Hooks, VirtualCluster, make_config
-from tests.support.virtual.loop import VirtualLoop
 
 
 def test_a_stop_between_the_first_token_and_the_lease_leaves_no_block_leased() -> None:

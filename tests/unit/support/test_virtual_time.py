@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
+from bench.virtual.loop import NothingLeft, Process, VirtualLoop
 from core.handoff import DigestKind
 from tests.support.virtual.cluster import Hooks, VirtualCluster, make_config
 from tests.support.virtual.content_engine import answer_to
-from tests.support.virtual.loop import NothingLeft, Process, VirtualLoop
 
 
 def test_time_jumps_to_the_next_timer_and_a_wait_for_nothing_is_told() -> None:

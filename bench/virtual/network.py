@@ -10,18 +10,29 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing, suppress
-from typing import Any
+from typing import Any, Protocol
 
+from bench.virtual.loop import Process
 from core.errors import DeadlineExceeded, InternalError, ServingError, WorkerLost, error_from_slug
+from core.ids import WorkerId
 from core.types import WorkerAddress
-from tests.support.virtual.loop import Process
-from tests.support.virtual.worker import VirtualWorker
 
 LATENCY_S = 0.0005
 KEEPALIVE_S = 2.0
 """A process that hangs for so long loses its connections."""
 
 _END = object()
+
+
+class Listener(Protocol):
+    """A process that serves: calls reach methods of its ``role``."""
+
+    @property
+    def process(self) -> Process: ...
+    @property
+    def role(self) -> Any: ...
+    @property
+    def worker_id(self) -> WorkerId: ...
 
 
 class Pipe:
@@ -69,7 +80,7 @@ class Connection:
 
 
 class Network:
-    def __init__(self, find: Callable[[str], VirtualWorker | None]) -> None:
+    def __init__(self, find: Callable[[str], Listener | None]) -> None:
         """``find`` knows who listens at an address."""
         self._find = find
         self._connections: list[Connection] = []
@@ -131,7 +142,7 @@ class Network:
                 deliver(await getattr(worker.role, method)(request))
             except ServingError as error:
                 deliver(error_from_slug(error.slug, error.message, worker_id=error.worker_id))
-            except Exception as error:  # as the interceptor of the product does
+            except Exception as error:  # noqa: BLE001 - as the interceptor of the product does
                 loop.call_exception_handler({"message": f"{method} failed", "exception": error})
                 deliver(InternalError(f"{method} failed", worker_id=to.worker_id))
 
@@ -165,7 +176,7 @@ class Network:
         self,
         caller: Process,
         to: WorkerAddress,
-        open_stream: Callable[[VirtualWorker, AsyncIterator[Any]], Any],
+        open_stream: Callable[[Any, AsyncIterator[Any]], Any],
         messages: AsyncIterator[Any] | None,
         name: str,
     ) -> AsyncIterator[Any]:
@@ -228,7 +239,7 @@ def _lost(error: ServingError, to: WorkerAddress) -> WorkerLost:
 class HandoffWire:
     """D's end of a control stream: what ``rpc.clients.HandoffClient`` is in the product."""
 
-    def __init__(self, network: Network, caller: VirtualWorker, to: WorkerAddress) -> None:
+    def __init__(self, network: Network, caller: Listener, to: WorkerAddress) -> None:
         self._network, self._caller, self._to = network, caller, to
 
     def connect(self, messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
@@ -287,7 +298,7 @@ class DecodeWire:
             take(message)
 
     def outputs(self, gateway_id: Any, incarnation: Any) -> AsyncIterator[Any]:
-        def open_stream(worker: VirtualWorker, inner: AsyncIterator[Any]) -> Any:
+        def open_stream(worker: Any, inner: AsyncIterator[Any]) -> Any:
             return worker.role.outputs(gateway_id, incarnation, self._to.incarnation)
 
         return self._network.stream(self._process, self._to, open_stream, None, f"outputs {self._to.worker_id}")

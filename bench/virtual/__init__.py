@@ -1,0 +1,1 @@
+"""Processes of a whole cluster in one thread and in virtual time."""
