@@ -39,9 +39,10 @@ endif
 soak: $(stamp)
 	@$(BIN)/python -m pytest -m 'not gpu' $(ARGS)
 
-# Every bench runs, whatever the others find; fails when one missed its bar. ARGS: --quick, --json FILE, --only BENCH ...
+# Every bench runs, whatever the others find; fails when one missed its bar. Without ARGS: the short suite, whose ratios go
+# into docs/measurements.md. ARGS: --quick, --json FILE, --markdown FILE, --only BENCH ...; nothing quick: in full
 bench: $(stamp)
-	@$(BIN)/python -m bench $(ARGS)
+	@$(BIN)/python -m bench $(or $(ARGS),--quick --markdown docs/measurements.md)
 
 check: $(stamp) proto-check docs-check
 	@$(BIN)/ruff format --check .

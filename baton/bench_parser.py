@@ -24,7 +24,7 @@ def add_bench_parser(
     server.add_argument("--endpoint", choices=["completions", "chat"], default="completions")
     server.add_argument("--key-file", metavar="FILE", help="holds an API key; default: the environment's BATON_API_KEY")
     server.add_argument("--extra-body", metavar="JSON", default="{}", help="members to add to each request")
-    server.add_argument("--timeout", type=_positive, default=600, metavar="S", help="of one request; default: 600")
+    server.add_argument("--timeout", type=positive, default=600, metavar="S", help="of one request; default: 600")
 
     what = bench.add_argument_group("what is asked (lengths in tokens: 512, or MEDIAN:SIGMA of a log-normal, 512:0.6)")
     what.add_argument(
@@ -35,21 +35,17 @@ def add_bench_parser(
         "--trace", type=Path, metavar="FILE", help="replay: Mooncake jsonl, Azure csv, BurstGPT csv [.gz]"
     )
     what.add_argument("--trace-from", type=float, default=0.0, metavar="S", help="begin so late in the trace")
-    what.add_argument("--trace-duration", type=_positive, default=float("inf"), metavar="S")
-    what.add_argument("--longest", type=_count, metavar="N", help="cut a trace's prompts so that they fit N tokens")
-    what.add_argument(
-        "--requests", type=_count, metavar="N", help=f"conversations; default: {DEFAULT_REQUESTS}, or all"
-    )
+    what.add_argument("--trace-duration", type=positive, default=float("inf"), metavar="S")
+    what.add_argument("--longest", type=count, metavar="N", help="cut a trace's prompts so that they fit N tokens")
+    what.add_argument("--requests", type=count, metavar="N", help=f"conversations; default: {DEFAULT_REQUESTS}, or all")
     what.add_argument("--prompt-tokens", default="512:0.6", metavar="L")
     what.add_argument("--answer-tokens", default="128:0.6", metavar="L")
     what.add_argument("--shared-tokens", default="1024", metavar="L", help="of the beginnings that prompts share")
-    what.add_argument(
-        "--shared-prefixes", type=_count, default=8, metavar="N", help="how many different ones there are"
-    )
+    what.add_argument("--shared-prefixes", type=count, default=8, metavar="N", help="how many different ones there are")
     what.add_argument("--turns", type=_turns, default=(2, 5), metavar="A-B", help="of a chat; default: 2-5")
     what.add_argument("--think", type=float, default=1.0, metavar="S", help="mean pause of a user; default: 1")
     what.add_argument("--long-tokens", default="4096:0.3", metavar="L", help="of the long prompts of `mixed`")
-    what.add_argument("--long-share", type=_share, default=0.1, metavar="X", help="of all prompts; default: 0.1")
+    what.add_argument("--long-share", type=share, default=0.1, metavar="X", help="of all prompts; default: 0.1")
     what.add_argument("--prompts", choices=["text", "ids"], default="text", help="ids: exact lengths, where taken")
     what.add_argument("--tokenizer", metavar="MODEL", help="choose words that are one token each for this model")
     what.add_argument(
@@ -58,19 +54,19 @@ def add_bench_parser(
     what.add_argument("--seed", type=int, default=0)
 
     when = bench.add_argument_group("when it is asked")
-    when.add_argument("--rate", type=_positive, metavar="R", help="conversations a second; default: all at once")
-    when.add_argument("--burstiness", type=_positive, default=1.0, metavar="X", help="1: Poisson; less: in bursts")
-    when.add_argument("--duration", type=_positive, metavar="S", help="send for so long")
-    when.add_argument("--speed", type=_positive, default=1.0, metavar="X", help="of a trace; default: 1, as it was")
-    when.add_argument("--concurrency", type=_count, metavar="N", help="at most so many at once (closed loop)")
+    when.add_argument("--rate", type=positive, metavar="R", help="conversations a second; default: all at once")
+    when.add_argument("--burstiness", type=positive, default=1.0, metavar="X", help="1: Poisson; less: in bursts")
+    when.add_argument("--duration", type=positive, metavar="S", help="send for so long")
+    when.add_argument("--speed", type=positive, default=1.0, metavar="X", help="of a trace; default: 1, as it was")
+    when.add_argument("--concurrency", type=count, metavar="N", help="at most so many at once (closed loop)")
     when.add_argument("--warmup", type=int, default=2, metavar="N", help="requests before it, not measured; default: 2")
 
     told = bench.add_argument_group("what is told")
     told.add_argument("--slo", action="append", default=[], metavar="X=T,..", help="ttft=500ms,tpot=0.05,itl=..,e2e=..")
-    told.add_argument("--require-attainment", type=_share, default=0.0, metavar="X", help="exit 1 below this share")
+    told.add_argument("--require-attainment", type=share, default=0.0, metavar="X", help="exit 1 below this share")
     told.add_argument("--knee", action="store_true", help="search the highest rate that meets the objectives")
     told.add_argument(
-        "--knee-attainment", type=_share, default=0.9, metavar="X", help="what meeting means; default: 0.9"
+        "--knee-attainment", type=share, default=0.9, metavar="X", help="what meeting means; default: 0.9"
     )
     told.add_argument(
         "--same-words", dest="fresh", action="store_false", help="let the probes of --knee find each other's cache"
@@ -95,11 +91,11 @@ def _bench(options: argparse.Namespace, config: ClusterConfig) -> int:
         return runner.run(bench(options, url=options.url or config.gateway.url, key=key))
 
 
-def _positive(text: str) -> float:
+def positive(text: str) -> float:
     return _within(text, float(text) > 0, "more than 0")
 
 
-def _share(text: str) -> float:
+def share(text: str) -> float:
     return _within(text, 0 <= float(text) <= 1, "a share, 0 to 1")
 
 
@@ -109,7 +105,7 @@ def _within(text: str, is_good: bool, wanted: str) -> float:
     return float(text)
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
     return int(text)
@@ -117,7 +113,7 @@ def _count(text: str) -> int:
 
 def _turns(text: str) -> tuple[int, int]:
     least, _, most = text.partition("-")
-    turns = _count(least), _count(most or least)
+    turns = count(least), count(most or least)
     if turns[0] > turns[1]:
         raise argparse.ArgumentTypeError(f"{text!r}: the first number is the smaller one")
     return turns

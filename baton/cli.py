@@ -1,5 +1,5 @@
-"""The command line: ``baton up``, ``chat``, ``bench``, ``status``, ``explain``, ``scale``, ``drain``, ``flip``,
-``doctor``, ``keys``, ``config``.
+"""The command line: ``baton up``, ``chat``, ``bench``, ``profile``, ``plan``, ``status``, ``explain``, ``scale``,
+``drain``, ``flip``, ``doctor``, ``keys``, ``config``.
 
 Exit codes: 0 done, 1 it failed while running, 2 it cannot run as asked (the line says what to change), 130 interrupted.
 """
@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from baton.bench_parser import add_bench_parser
 from baton.keys_parser import add_keys_parser
+from baton.plan_parser import add_plan_parser, add_profile_parser
 from core.config import ClusterConfig, dump_config, load_config, read_secret
 from core.errors import ConfigError, ServingError
 from deploy.launcher import ERROR_PREFIX, EXIT_CONFIG, EXIT_FAILED
@@ -171,6 +172,8 @@ def _parser() -> argparse.ArgumentParser:
     pair.set_defaults(run=_doctor_pair)
 
     add_bench_parser(commands, common)
+    add_profile_parser(commands, common)
+    add_plan_parser(commands, common)
     add_keys_parser(commands, common)
 
     config = commands.add_parser("config", help="show or check a configuration").add_subparsers(

@@ -12,13 +12,9 @@ from pathlib import Path
 import httpx
 
 from bench.load import Sample, Workload, report, run_load
+from bench.local_cluster import config_of, running
 from core.config import ClusterConfig, load_config
 from core.errors import ServingError
-from deploy.cluster import Cluster, resolve_ports
-from deploy.launcher import ComponentState, LaunchError
-from deploy.process import ProcessLauncher
-
-READY_POLL_S = 0.2
 
 
 async def measure(url: str, model: str, workload: Workload) -> tuple[list[Sample], float]:
@@ -30,21 +26,8 @@ async def measure(url: str, model: str, workload: Workload) -> tuple[list[Sample
 
 async def measure_own_cluster(config: ClusterConfig, workload: Workload) -> tuple[list[Sample], float]:
     """Start plain processes on free ports, measure, stop them."""
-    config = resolve_ports(config)
-    url = f"http://{config.gateway.listen}"
-    async with ProcessLauncher() as launcher:
-        names = set(await Cluster(config, launcher).start())
-        async for event in launcher.events():
-            if event.state is ComponentState.FAILED:
-                raise LaunchError(f"{event.component}: {event.message}")
-            if event.state is ComponentState.READY:
-                names.discard(event.component)
-                if not names:
-                    break
-        async with asyncio.timeout(config.launcher.start_timeout_s), httpx.AsyncClient(trust_env=False) as client:
-            while (await client.get(f"{url}/ready")).is_error:
-                await asyncio.sleep(READY_POLL_S)
-        return await measure(url, config.models[0].name, workload)
+    async with running(config) as live:
+        return await measure(live.url, live.model, workload)
 
 
 def main() -> int:
@@ -71,9 +54,7 @@ def main() -> int:
                 measure(options.url, options.model or load_config().models[0].name, workload)
             )
         else:
-            free_ports = ["gateway.listen=127.0.0.1:0", "router.listen=127.0.0.1:0"]
-            config = load_config(overrides=[*free_ports, *options.set])
-            samples, elapsed_s = asyncio.run(measure_own_cluster(config, workload))
+            samples, elapsed_s = asyncio.run(measure_own_cluster(config_of(*options.set), workload))
     except (ServingError, httpx.HTTPError) as error:
         print(f"bench: error: {error}", file=sys.stderr)
         return 1

@@ -59,21 +59,32 @@ class VirtualCell:
     model = "virtual"
 
     def __init__(
-        self, costs: StepCosts, *overrides: str, prefill: int, decode: int, noise: float = 0.05, seed: int = 0
+        self,
+        costs: StepCosts,
+        *overrides: str,
+        prefill: int = 0,
+        decode: int = 0,
+        unified: int = 0,
+        noise: float = 0.05,
+        seed: int = 0,
+        hop_s: float = HOP_S,
     ) -> None:
-        """``noise``: of each step and hand-off, log-normal."""
+        """``noise``: of each step and hand-off, log-normal. ``hop_s``: from the gateway to a worker, and back."""
+        counts = {Role.PREFILL: prefill, Role.DECODE: decode, Role.UNIFIED: unified}
+        counts = {role: number for role, number in counts.items() if number}
+        pools = ", ".join(f"{role}: {{replicas: {number}}}" for role, number in counts.items())
         self.config: ClusterConfig = load_config(
             overrides=[
                 f"models.0.name={self.model}",
                 "models.0.kv.num_blocks=4096",
-                f"models.0.pools={{prefill: {{replicas: {prefill}}}, decode: {{replicas: {decode}}}}}",
+                f"models.0.pools={{{pools}}}",
                 *overrides,
             ],
             environ={},
         )
         self.random = random.Random(seed)
         self.timeline = Timeline()
-        self._noise = noise
+        self._noise, self._hop_s = noise, hop_s
         router = self.config.router
         self.registry = Registry(self.timeline, LivenessTimes.of(router))
         self.costs = CostBook()
@@ -96,7 +107,7 @@ class VirtualCell:
         self.workers: dict[str, VirtualWorker] = {}
         """By id: ``prefill-0``, ``decode-0``, ..."""
         self._memberships: dict[tuple[WorkerId, Incarnation], Membership] = {}
-        for role, number in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
+        for role, number in counts.items():
             for each in range(number):
                 worker = VirtualWorker(
                     self.config, role, each, costs, timeline=self.timeline, choose=self.random, noise=self.noise
@@ -179,13 +190,15 @@ class VirtualCell:
         asked.placement = outcome
         decode = self.workers[outcome.decode.worker_id]
         if outcome.mode is Mode.LOCAL:
-            self.timeline.after(HOP_S, lambda: decode.run(self._sequence(asked), partial(self._take, asked, decode)))
+            self.timeline.after(
+                self._hop_s, lambda: decode.run(self._sequence(asked), partial(self._take, asked, decode))
+            )
             return True
         assert outcome.prefill is not None
         prefill = self.workers[outcome.prefill.worker_id]
         sequence = self._sequence(asked)
         sequence.pause_at = len(asked.prompt) + 1
-        self.timeline.after(HOP_S, lambda: prefill.run(sequence, partial(self._hand_off, asked, prefill, decode)))
+        self.timeline.after(self._hop_s, lambda: prefill.run(sequence, partial(self._hand_off, asked, prefill, decode)))
         return True
 
     def _sequence(self, asked: Asked) -> Sequence:
@@ -240,7 +253,7 @@ class VirtualCell:
             self._end(asked)
 
     def _note(self, asked: Asked, sequence: Sequence) -> None:
-        asked.times.append(self.timeline.now() + HOP_S)
+        asked.times.append(self.timeline.now() + self._hop_s)
         asked.answer.append(sequence.tokens[-1])
         asked.num_cached = max(asked.num_cached, sequence.num_cached)
 

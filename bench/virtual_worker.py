@@ -77,7 +77,7 @@ class VirtualWorker:
             incarnation=Incarnation(choose.getrandbits(63) | 1),
             role=role,
             model=ModelRecord(
-                name=model.name, format_hash="virtual", block_size=kv.block_size, max_context=1 << 15, vocab_size=2000
+                name=model.name, format_hash="virtual", block_size=kv.block_size, max_context=1 << 20, vocab_size=2000
             ),
             address=f"{role}-{number}:1",
             http_address="",

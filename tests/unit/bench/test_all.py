@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.__main__ import Outcome, run
+from bench.__main__ import Outcome, insert, markdown, run
 from bench.bars import Ratio, as_json, show
 
 WRITES = "import sys; open(sys.argv[-1], 'w').write('{\"ratios\": []}'); sys.exit(%d)"
@@ -43,3 +43,23 @@ def test_ratios_are_told_with_their_bars() -> None:
     head, line = Outcome(bench="one", holds=False, figures=figures).lines
     assert head == "bench.one: MISSED a bar"
     assert line.split() == ["ours", "over", "theirs", "2.00", "bar", "<=", "1.5", "MISSED"]
+
+
+def test_what_is_not_installed_is_said_and_no_failure() -> None:
+    assert Outcome(bench="one", holds=True, figures={"absent": "a peer", "ratios": []}).lines == [
+        "bench.one: nothing beside it, a peer is not installed"
+    ]
+
+
+def test_the_last_run_replaces_the_one_before_and_nothing_else() -> None:
+    outcomes = [
+        Outcome(bench="one", holds=False, figures={"ratios": as_json([ratio(2.0, is_at_most=True)])}),
+        Outcome(bench="two", holds=False, figures=None),
+    ]
+    section = markdown(outcomes, is_quick=True)
+    assert "| `bench.one` | ours over theirs | 2.00 | at most 1.5, **missed** |" in section
+    assert "| `bench.two` | FAILED | | |" in section
+    once = insert("# Measurements\n\nby hand\n", "old\n")
+    twice = insert(once + "\nbehind it\n", section)
+    assert twice.startswith("# Measurements\n\nby hand\n") and twice.endswith("\nbehind it\n")
+    assert "old" not in twice and section in twice and twice.count("The last run of") == 1
