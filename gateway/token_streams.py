@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
 from core import types as t
-from core.clock import Clock, MonotonicClock
+from core.clock import Clock
 from core.errors import ServingError, WorkerLost, error_from_slug
 from core.ids import GatewayId, Incarnation, RequestId, WorkerId
 from core.tasks import TaskScope
@@ -128,11 +128,10 @@ class DecodeLink:
 class TokenStreams:
     """All links of this gateway, by worker incarnation."""
 
-    def __init__(
-        self, clients: ClientFactory, gateway_id: GatewayId, incarnation: Incarnation, clock: Clock | None = None
-    ) -> None:
+    def __init__(self, clients: ClientFactory, gateway_id: GatewayId, incarnation: Incarnation, clock: Clock) -> None:
+        """``clock`` is that of the requests' stages."""
         self._clients = clients
-        self._clock = clock or MonotonicClock()
+        self._clock = clock
         self._gateway_id = gateway_id
         self._incarnation = incarnation
         self._links: dict[tuple[WorkerId, Incarnation], DecodeLink] = {}

@@ -154,7 +154,7 @@ class MockCluster:
         incarnation, gateway_id = new_incarnation(), GatewayId("gateway-0")
         clients = WorkerClients(self.network, self.gateway)
         self._router_wire = RouterWire(self.network, self.gateway, self._router_address)
-        self.peers = Peers(clients, TokenStreams(clients, gateway_id, incarnation))
+        self.peers = Peers(clients, TokenStreams(clients, gateway_id, incarnation, self._loop))
         self.reporter = Reporter(self._router_wire, self._loop, gateway_id, incarnation)
         self.gateway.spawn(self.reporter.run(_REPORT_S), name="report")
         limits = PipelineLimits(

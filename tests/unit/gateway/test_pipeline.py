@@ -48,7 +48,7 @@ class Rig:
 
     def __init__(self, script: Script) -> None:
         self.cluster = ScriptedCluster(script)
-        streams = TokenStreams(self.cluster, GatewayId("g"), Incarnation(7))
+        streams = TokenStreams(self.cluster, GatewayId("g"), Incarnation(7), MonotonicClock())
         self.peers = Peers(self.cluster, streams)
         limits = PipelineLimits(max_attempts=3, capacity_patience_s=0.2)
         self.ended: list[Run] = []
