@@ -1,5 +1,6 @@
 """The command line: ``baton up``, ``chat``, ``bench``, ``profile``, ``plan``, ``status``, ``explain``, ``scale``,
-``drain``, ``flip``, ``doctor``, ``keys``, ``config``.
+``drain``, ``flip``, ``doctor``, ``keys``, ``config``; and ``router``, ``gateway``, ``worker``, ``place``: one process of
+a cell, where no launcher of ours runs.
 
 Exit codes: 0 done, 1 it failed while running, 2 it cannot run as asked (the line says what to change), 130 interrupted.
 """
@@ -13,11 +14,17 @@ from importlib.metadata import PackageNotFoundError, version
 from baton.bench_parser import add_bench_parser
 from baton.keys_parser import add_keys_parser
 from baton.plan_parser import add_plan_parser, add_profile_parser
+from baton.process import add_component_arguments, run_component
 from core.config import ClusterConfig, dump_config, load_config, read_secret
 from core.errors import ConfigError, ServingError
 from deploy.launcher import ERROR_PREFIX, EXIT_CONFIG, EXIT_FAILED
 
 EXIT_INTERRUPTED = 130
+COMPONENTS = {
+    "router": "run a cell's router (containers, systemd; `up` starts all by itself)",
+    "gateway": "run one gateway",
+    "worker": "run one worker",
+}
 Command = Callable[[argparse.Namespace, ClusterConfig], int]
 
 
@@ -43,6 +50,11 @@ def fail(message: str, code: int) -> int:
     return code
 
 
+def _component(options: argparse.Namespace, config: ClusterConfig) -> int:
+    run_component(options, config)
+    return 0
+
+
 def _up(options: argparse.Namespace, config: ClusterConfig) -> int:
     from baton.up import up
 
@@ -64,27 +76,27 @@ def _chat(options: argparse.Namespace, config: ClusterConfig) -> int:
 def _status(options: argparse.Namespace, config: ClusterConfig) -> int:
     from baton.status import show_status
 
-    return asyncio.run(show_status(options.router or config.router.listen, as_json=options.json))
+    return asyncio.run(show_status(options.router or config.router.address, as_json=options.json))
 
 
 def _scale(options: argparse.Namespace, config: ClusterConfig) -> int:
     from baton.pools import scale
 
-    address = options.router or config.router.listen
+    address = options.router or config.router.address
     return asyncio.run(scale(address, options.model, options.size, wait_s=_wait_s(options)))
 
 
 def _drain(options: argparse.Namespace, config: ClusterConfig) -> int:
     from baton.pools import drain
 
-    address = options.router or config.router.listen
+    address = options.router or config.router.address
     return asyncio.run(drain(address, options.worker, reason=options.reason, wait_s=_wait_s(options)))
 
 
 def _flip(options: argparse.Namespace, config: ClusterConfig) -> int:
     from baton.pools import flip
 
-    address = options.router or config.router.listen
+    address = options.router or config.router.address
     return asyncio.run(flip(address, options.worker, reason=options.reason, wait_s=_wait_s(options)))
 
 
@@ -95,13 +107,13 @@ def _wait_s(options: argparse.Namespace) -> float:
 def _explain(options: argparse.Namespace, config: ClusterConfig) -> int:
     from baton.explain import explain
 
-    return asyncio.run(explain(options.router or config.router.listen, options.request_id, as_json=options.json))
+    return asyncio.run(explain(options.router or config.router.address, options.request_id, as_json=options.json))
 
 
 def _doctor_pair(options: argparse.Namespace, config: ClusterConfig) -> int:
     from baton.doctor import check_pair
 
-    router = options.router or config.router.listen
+    router = options.router or config.router.address
     return asyncio.run(check_pair(router, options.prefill, options.decode, as_json=options.json))
 
 
@@ -134,6 +146,11 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--launcher", choices=["ray", "process"], help="default: launcher.kind of the configuration")
     up.add_argument("--log-dir", metavar="DIR", help="keep the logs of all processes here")
     up.set_defaults(run=_up)
+
+    for kind, text in COMPONENTS.items():
+        component = commands.add_parser(kind, parents=[common], help=text)
+        add_component_arguments(component, kind)
+        component.set_defaults(run=_component, kind=kind)
 
     chat = commands.add_parser("chat", parents=[common], help="ask a question, see the answer and where the time went")
     chat.add_argument("message")

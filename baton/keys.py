@@ -6,13 +6,14 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 
+import yaml
 from pydantic import ValidationError
 
 from baton.status import table
 from core.config import ClusterConfig
 from core.errors import ConfigError, InternalError, InvalidRequest
 from gateway.access.errors import StoreAway
-from gateway.access.keys import KeyRecord
+from gateway.access.keys import KeyRecord, hash_secret, key_text, new_key
 from gateway.access.routes import NewKey, check_day, key_value, numbers_of, usage_value
 from gateway.access.store import AccessStore, UsageFilter
 
@@ -21,12 +22,7 @@ NO_LIMIT = "-"
 
 async def create_key(config: ClusterConfig, given: Mapping[str, object], *, as_json: bool) -> int:
     """Makes a key and prints it. Raises ConfigError for terms that are not valid."""
-    try:
-        new = NewKey.model_validate(dict(given))
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        option = "--" + str(first["loc"][0] if first["loc"] else "tenant").replace("_", "-")
-        raise ConfigError(f"{option}: {first['msg']}") from None
+    new = _checked(given)
     async with _store(config) as store:
         record, text = await store.create_key(new.terms(), expires_at=new.expires_at(time.time()))
     if as_json:
@@ -34,6 +30,29 @@ async def create_key(config: ClusterConfig, given: Mapping[str, object], *, as_j
     else:
         print(f"{_keys_table([record])}\n\n  {text}\n\nThis is the only time the key is shown.")
     return 0
+
+
+def make_key(given: Mapping[str, object]) -> int:
+    """Makes a key that is kept nowhere: prints it, and the entry for ``gateway.access.keys_file``, which has its hash
+    only. Raises ConfigError for terms that are not valid."""
+    new = _checked(given)
+    key_id, secret = new_key()
+    terms = new.terms().model_dump(mode="json", exclude_defaults=True)
+    expires_at = new.expires_at(time.time())
+    expiry = {} if expires_at is None else {"expires_at": expires_at}
+    entry = {"id": key_id, "sha256": hash_secret(key_id, secret).hex(), **terms, **expiry}
+    print(f"# The key, this once: {key_text(key_id, secret)}\n# An entry of `keys:` in gateway.access.keys_file:")
+    print(yaml.safe_dump([entry], sort_keys=False), end="")
+    return 0
+
+
+def _checked(given: Mapping[str, object]) -> NewKey:
+    try:
+        return NewKey.model_validate(dict(given))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        option = "--" + str(first["loc"][0] if first["loc"] else "tenant").replace("_", "-")
+        raise ConfigError(f"{option}: {first['msg']}") from None
 
 
 async def list_keys(config: ClusterConfig, tenant: str, *, as_json: bool) -> int:

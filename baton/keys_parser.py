@@ -23,17 +23,25 @@ def add_keys_parser(
     output = argparse.ArgumentParser(add_help=False)
     output.add_argument("--json", action="store_true", help="for programs")
 
-    create = keys.add_parser("create", parents=[common, output], help="make a key and show it, once")
-    create.add_argument("--tenant", required=True, help="whose key it is; tenants share nothing")
-    create.add_argument("--name", default="", help="what people call the key")
-    create.add_argument(
+    terms = argparse.ArgumentParser(add_help=False)
+    terms.add_argument("--tenant", required=True, help="whose key it is; tenants share nothing")
+    terms.add_argument("--name", default="", help="what people call the key")
+    terms.add_argument(
         "--model", action="append", dest="models", help="allow this model (again for more); default: all"
     )
-    create.add_argument("--priority", choices=["high", "normal", "low"], default="normal", help="who is served first")
+    terms.add_argument("--priority", choices=["high", "normal", "low"], default="normal", help="who is served first")
     for name, text in AMOUNTS:
-        create.add_argument(f"--{name}", type=int, metavar="N", help=f"{text}; default: no limit")
-    create.add_argument("--expires-in-days", type=float, metavar="DAYS", help="default: it does not expire")
+        terms.add_argument(f"--{name}", type=int, metavar="N", help=f"{text}; default: no limit")
+    terms.add_argument("--expires-in-days", type=float, metavar="DAYS", help="default: it does not expire")
+
+    create = keys.add_parser("create", parents=[common, output, terms], help="make a key and show it, once")
     create.set_defaults(run=_create)
+    make = keys.add_parser(
+        "make",
+        parents=[common, terms],
+        help="make a key for gateway.access.keys_file: show it, and what to write there",
+    )
+    make.set_defaults(run=_make)
 
     show = keys.add_parser("list", parents=[common, output], help="all keys, without their secrets")
     show.add_argument("--tenant", default="")
@@ -54,16 +62,20 @@ def add_keys_parser(
 def _create(options: argparse.Namespace, config: ClusterConfig) -> int:
     from baton.keys import create_key
 
-    names = (
-        "tenant",
-        "name",
-        "models",
-        "priority",
-        "expires_in_days",
-        *(name.replace("-", "_") for name, _ in AMOUNTS),
-    )
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    return asyncio.run(create_key(config, given, as_json=options.json))
+    return asyncio.run(create_key(config, _terms(options), as_json=options.json))
+
+
+def _make(options: argparse.Namespace, config: ClusterConfig) -> int:
+    from baton.keys import make_key
+
+    return make_key(_terms(options))
+
+
+def _terms(options: argparse.Namespace) -> dict[str, object]:
+    """Those that were given."""
+    amounts = (name.replace("-", "_") for name, _ in AMOUNTS)
+    names = ("tenant", "name", "models", "priority", "expires_in_days", *amounts)
+    return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
 
 
 def _list(options: argparse.Namespace, config: ClusterConfig) -> int:

@@ -1,4 +1,5 @@
-"""Entry point of every process of a cluster: ``python -m baton.process router|gateway|worker ...``.
+"""Entry point of every process of a cluster: ``python -m baton.process router|gateway|worker ...``, which launchers
+start, and ``baton router|gateway|worker``, the same for platforms that place processes themselves.
 
 Keeps the promises that a launcher relies on (:mod:`deploy.launcher`): one ready line, one error line, exit codes.
 A component's own packages are imported late, after the environment of a worker is set: torch reads it once.
@@ -20,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one component until it is told to stop. Returns its exit code."""
     options = _parse(argv)
     try:
-        _run(options, _config(options))
+        run_component(options, _config(options))
     except ConfigError as error:
         return _fail(error.message, EXIT_CONFIG)
     except ServingError as error:
@@ -33,7 +34,8 @@ def announce(addresses: Mapping[str, str]) -> None:
     print(ready_line(addresses), flush=True)
 
 
-def _run(options: argparse.Namespace, config: ClusterConfig) -> None:
+def run_component(options: argparse.Namespace, config: ClusterConfig) -> None:
+    """Serve as ``options.kind`` until told to stop. Raises ConfigError and other ServingErrors."""
     match options.kind:
         case "router":
             import router.service
@@ -74,13 +76,18 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         sub.add_argument("--config", metavar="FILE")
         sub.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
         sub.add_argument("--config-json", help="the whole effective configuration, in place of the two above")
-        if kind == "gateway":
-            sub.add_argument("--gateway-id", default="gateway-0")
-        if kind == "worker":
-            sub.add_argument("--model", required=True, help="name of a configured model")
-            sub.add_argument("--role", required=True, choices=[str(role) for role in Role])
-            sub.add_argument("--worker-id", required=True)
+        add_component_arguments(sub, kind)
     return parser.parse_args(argv)
+
+
+def add_component_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
+    """What a component is told beside the configuration."""
+    if kind == "gateway":
+        parser.add_argument("--gateway-id", default="gateway-0", metavar="ID", help="unique among the cell's gateways")
+    if kind == "worker":
+        parser.add_argument("--model", required=True, help="name of a configured model")
+        parser.add_argument("--role", required=True, choices=[str(role) for role in Role])
+        parser.add_argument("--worker-id", required=True, metavar="ID", help="unique among the cell's workers")
 
 
 def _fail(message: str, code: int) -> int:

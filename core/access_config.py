@@ -1,10 +1,10 @@
 """The section ``gateway.access``: who may use the gateway, and where keys, rates and usage are kept."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 DATABASE_SCHEMES = ("postgresql",)
 STORE_SCHEMES = ("redis", "rediss", "valkey", "valkeys")
@@ -24,6 +24,9 @@ class AccessConfig(BaseModel):
     and only this machine is served."""
     database_password_file: str | None = None
     """Else the environment's BATON_DATABASE_PASSWORD."""
+    keys_file: str | None = None
+    """A YAML file with more keys (gateway/access/key_file.py), looked at anew while the gateway runs: for platforms
+    whose secrets are files. Usage is kept in ``database`` all the same."""
     limits_store: str = "memory"
     """Where rates, requests at once and budgets are counted: ``memory`` (each gateway process for itself) or
     redis://HOST:PORT/DB (valkey:// too), which any number of gateways share."""
@@ -50,6 +53,14 @@ class AccessConfig(BaseModel):
     def has_keys(self) -> bool:
         """Whether requests need a key."""
         return self.database is not None
+
+    @model_validator(mode="after")
+    def _keys_file_has_a_database(self) -> Self:
+        if self.keys_file is not None and self.database is None:
+            raise ValueError(
+                "keys_file needs a database beside it, where usage is kept: set gateway.access.database, a file will do"
+            )
+        return self
 
     @field_validator("database")
     @classmethod

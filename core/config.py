@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from core.access_config import AccessConfig
 from core.costs import StepCosts
@@ -31,6 +31,12 @@ def _check_listen(value: str) -> str:
     host, separator, port = value.rpartition(":")
     if not separator or not host or not port.isdigit() or int(port) > 65535:
         raise ValueError(f"{value!r} is not HOST:PORT (for example 127.0.0.1:8000)")
+    return value
+
+
+def _check_dialled(value: str) -> str:
+    if value.startswith(("0.0.0.0", "[::]")):
+        raise ValueError(f"{value!r} is no address that others can dial: name this machine's")
     return value
 
 
@@ -301,6 +307,9 @@ class GatewayConfig(_Section):
     processes: int = Field(default=1, ge=1, le=64)
     """Gateway processes on the one port; the kernel spreads connections over them. With several each has a port of its
     own for probes and metrics too."""
+    http_listen: str = "auto"
+    """A port of probes and metrics alone (plain HTTP, no keys), for a platform that asks and scrapes from inside.
+    ``auto``: a free one with several processes, else none."""
     access: AccessConfig = AccessConfig()
     tls: TlsConfig | None = None
     """Null serves plain HTTP."""
@@ -316,10 +325,19 @@ class GatewayConfig(_Section):
         host = "127.0.0.1" if host in ("0.0.0.0", "[::]") else host
         return f"{'http' if self.tls is None else 'https'}://{host}:{port}"
 
-    @field_validator("listen")
+    @field_validator("listen", "http_listen")
     @classmethod
-    def _listen(cls, value: str) -> str:
-        return _check_listen(value)
+    def _listen(cls, value: str, info: ValidationInfo) -> str:
+        return value if info.field_name == "http_listen" and value == "auto" else _check_listen(value)
+
+    @model_validator(mode="after")
+    def _one_port_each(self) -> Self:
+        if self.processes > 1 and self.http_listen != "auto" and split_address(self.http_listen)[1] != 0:
+            raise ValueError(
+                f"{self.processes} processes cannot share the probes' port {self.http_listen}: say http_listen: auto, "
+                "or run one process"
+            )
+        return self
 
     @model_validator(mode="after")
     def _limits_of_several(self) -> Self:
@@ -359,6 +377,9 @@ class BreakEvenConfig(_Section):
 
 class RouterConfig(_Section):
     listen: str = "127.0.0.1:7000"
+    advertise: str = "auto"
+    """HOST:PORT by which gateways, workers and the command line reach the router where that is not what it binds (a
+    service of Kubernetes, a proxy). ``auto``: as bound."""
     http_listen: str = "127.0.0.1:0"
     """Probes and metrics of the router. Port 0 takes a free one."""
     heartbeat_s: float = Field(default=0.5, gt=0)
@@ -396,10 +417,20 @@ class RouterConfig(_Section):
     """What each level by which a pair is apart (other host, other rack, other zone) costs beside its waiting times."""
     max_records: int = Field(default=1000, ge=1)
 
+    @property
+    def address(self) -> str:
+        """What others dial."""
+        return self.listen if self.advertise == "auto" else self.advertise
+
     @field_validator("listen", "http_listen")
     @classmethod
     def _listen(cls, value: str) -> str:
         return _check_listen(value)
+
+    @field_validator("advertise")
+    @classmethod
+    def _advertise(cls, value: str) -> str:
+        return value if value == "auto" else _check_dialled(_check_listen(value))
 
     @model_validator(mode="after")
     def _timeouts(self) -> Self:
@@ -461,6 +492,8 @@ class WorkerConfig(_Section):
     host: str = "127.0.0.1"
     """Address that workers bind."""
     port: int = Field(default=0, ge=0, le=65535)
+    http_port: int = Field(default=0, ge=0, le=65535)
+    """Of probes and metrics. 0 takes a free one; any other is for one worker in a network of its own (a container)."""
     advertise: str = "auto"
     """How others reach a worker's gRPC port where that is not what it binds (NAT, a proxy): HOST, with the port that is
     bound, or HOST:PORT. ``auto``: as bound."""
@@ -474,8 +507,7 @@ class WorkerConfig(_Section):
     @field_validator("advertise")
     @classmethod
     def _advertise(cls, value: str) -> str:
-        if value.startswith("0.0.0.0") or value.startswith("[::]"):
-            raise ValueError(f"{value!r} is no address that others can dial: name this machine's")
+        _check_dialled(value)
         return _check_listen(value) if _has_port(value) else value
 
     def advertised(self, bound: str) -> str:

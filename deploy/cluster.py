@@ -90,7 +90,7 @@ class Cluster:
 
     async def keep(self) -> None:
         """Bring pools to the sizes that the router says, whenever they change; until cancelled."""
-        async with RouterClient(self._config.router.listen) as router:
+        async with RouterClient(self._config.router.address) as router:
             await self._pools.run(router)
 
     def _make_worker(self, model: str, role: Role, number: int) -> ComponentSpec:

@@ -36,7 +36,7 @@ def run(
     """Serves until SIGTERM or SIGINT. Raises ConfigError for what the operator has to mend.
 
     `on_listening` is told the addresses (``host:port``) once requests are accepted: ``http``, and ``probes`` where
-    several processes share that one.
+    those have a port of their own.
     """
     telemetry = setup_telemetry("gateway", config.telemetry)
     certificate = Certificate(config.gateway.tls) if config.gateway.tls is not None else None
@@ -80,7 +80,7 @@ async def _serve(
     access = await open_access(config.gateway.access, incarnation=incarnation)
     gateway = Gateway(
         config,
-        router=RouterClient(config.router.listen),
+        router=RouterClient(config.router.address),
         clients=RpcClients(),
         models=models,
         telemetry=telemetry,
@@ -115,7 +115,9 @@ async def _serve(
     try:
         log.info("listening", extra={"address": address, "models": [model.name for model in models]})
         addresses = {"http": address}
-        if config.gateway.processes > 1:
+        if config.gateway.http_listen != "auto":
+            addresses["probes"] = await probes.start(config.gateway.http_listen)
+        elif config.gateway.processes > 1:
             addresses["probes"] = await probes.start(f"{host}:0")
         if on_listening is not None:
             on_listening(addresses)

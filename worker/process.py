@@ -104,7 +104,7 @@ class Worker:
         telemetry: Telemetry | None = None,
         http_port: int = 0,
     ) -> None:
-        """``http_port`` is wished for: another one is taken if it is not free."""
+        """``http_port`` is wished for: another one is taken if it is not free. One that is configured is owed."""
         section = config.model(model)
         self._http_port = http_port
         self._loop = asyncio.get_running_loop()
@@ -212,7 +212,7 @@ class Worker:
         self.address = address = worker.advertised(bound)
         self.http_address = http_address = await self._start_probes(worker.host)
         context.proof.on_settled = self._look_ready
-        self._router = RouterClient(context.config.router.listen)
+        self._router = RouterClient(context.config.router.address)
         self._membership = Membership(
             self._router,
             self._registration(address, http_address),
@@ -229,6 +229,8 @@ class Worker:
         log.info("worker serves", extra={"worker_id": context.worker_id, "address": address, "http": http_address})
 
     async def _start_probes(self, host: str) -> str:
+        if configured := self.context.config.worker.http_port:
+            return await self._probes.start(f"{host}:{configured}")
         try:
             return await self._probes.start(f"{host}:{self._http_port}")
         except ConfigError:

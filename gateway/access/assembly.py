@@ -13,6 +13,7 @@ from core.ids import Incarnation, format_incarnation
 from core.tasks import TaskScope
 from gateway.access.counters import CounterChoice, SharedCounters, local_counters
 from gateway.access.gate import Gate, KeyGate, OpenGate
+from gateway.access.key_file import KeyFile
 from gateway.access.ledger import Ledger
 from gateway.access.routes import AccessRoutes
 from gateway.access.store import AccessStore
@@ -59,6 +60,7 @@ class KeyAccess(Access):
     ) -> None:
         self._config = config
         self._store = store
+        self._key_file = None if config.keys_file is None else KeyFile(config.keys_file, store)
         self._shared = None if config.limits_store == "memory" else SharedCounters(config, wall)
         self._ledger = Ledger(store, writer=format_incarnation(incarnation), wall=wall)
         self._scope: TaskScope | None = None
@@ -68,6 +70,7 @@ class KeyAccess(Access):
         self._gate = self.gate = KeyGate(
             config=config,
             store=store,
+            finder=self._key_file,
             counters=CounterChoice(
                 local=local_counters(wall),
                 shared=self._shared,
@@ -96,12 +99,17 @@ class KeyAccess(Access):
         store = await AccessStore.open(config)
         try:
             access = cls(config, store, incarnation=incarnation, clock=clock or MonotonicClock(), wall=wall)
-            if not await store.has_keys():
+            if not (access.has_key_file or await store.has_keys()):
                 log.warning("there are no API keys yet: make one with `baton keys create --tenant NAME`")
         except ConfigError:
             await store.close()
             raise
         return access
+
+    @property
+    def has_key_file(self) -> bool:
+        """Whether there is a file that holds a key."""
+        return self._key_file is not None and self._key_file.has_keys
 
     def start(self, metrics: GatewayMetrics, on_broken: Callable[[BaseException], None]) -> None:
         self._on_refusal = metrics.observe_refusal

@@ -13,7 +13,7 @@ from core.errors import NotAllowed, ServingError
 from gateway.access.caller import Caller
 from gateway.access.counters import CounterChoice, Counters
 from gateway.access.errors import NotAuthenticated
-from gateway.access.keyring import KeyRing
+from gateway.access.keyring import KeyFinder, KeyRing
 from gateway.access.keys import KeyRecord, same_secret, split_key
 from gateway.access.ledger import Ledger
 from gateway.access.reservations import Demand, Reservations, Ticket, rate_limited, rate_name
@@ -45,13 +45,15 @@ class OpenGate:
 
 
 class KeyGate:
-    """With keys. `on_refusal` is told the reason of each refusal, one of a few words."""
+    """With keys: those of `finder`, or of the store. `on_refusal` is told the reason of each refusal, one of a few
+    words."""
 
     def __init__(
         self,
         *,
         config: AccessConfig,
         store: AccessStore,
+        finder: KeyFinder | None = None,
         counters: CounterChoice,
         ledger: Ledger,
         admin_key: str | None,
@@ -60,7 +62,7 @@ class KeyGate:
         on_refusal: Callable[[str], None],
     ) -> None:
         is_open = config.on_store_loss == "open"
-        self._ring = KeyRing(store, cache_s=config.key_cache_s, is_open_on_loss=is_open, clock=clock)
+        self._ring = KeyRing(finder or store, cache_s=config.key_cache_s, is_open_on_loss=is_open, clock=clock)
         self._counters = counters
         self._admin_key = admin_key
         self._wall = wall
