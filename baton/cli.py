@@ -1,6 +1,6 @@
 """The command line: ``baton up``, ``chat``, ``bench``, ``profile``, ``plan``, ``status``, ``explain``, ``scale``,
-``drain``, ``flip``, ``doctor``, ``keys``, ``config``; and ``router``, ``gateway``, ``worker``, ``place``: one process of
-a cell, where no launcher of ours runs.
+``drain``, ``flip``, ``doctor``, ``keys``, ``config``; and ``router``, ``gateway``, ``worker``, ``place``: one process
+of a cell, where no launcher of ours runs.
 
 Exit codes: 0 done, 1 it failed while running, 2 it cannot run as asked (the line says what to change), 130 interrupted.
 """
@@ -29,7 +29,7 @@ Command = Callable[[argparse.Namespace, ClusterConfig], int]
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = _parser().parse_args(argv)
+    options = parser().parse_args(argv)
     run: Command = options.run
     try:
         return run(options, load_config(options.config, overrides=options.set))
@@ -62,6 +62,12 @@ def _up(options: argparse.Namespace, config: ClusterConfig) -> int:
         launcher = config.launcher.model_copy(update={"kind": options.launcher})
         config = config.model_copy(update={"launcher": launcher})
     return up(config, log_dir=options.log_dir)
+
+
+def _place(options: argparse.Namespace, config: ClusterConfig) -> int:
+    from baton.place import place
+
+    return place(config)
 
 
 def _chat(options: argparse.Namespace, config: ClusterConfig) -> int:
@@ -131,10 +137,11 @@ def _config_check(options: argparse.Namespace, config: ClusterConfig) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="baton", description="A disaggregated prefill/decode serving cluster.")
-    parser.add_argument("--version", action="version", version=f"baton {installed_version()}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+def parser() -> argparse.ArgumentParser:
+    """Every command and its arguments."""
+    top = argparse.ArgumentParser(prog="baton", description="A disaggregated prefill/decode serving cluster.")
+    top.add_argument("--version", action="version", version=f"baton {installed_version()}")
+    commands = top.add_subparsers(metavar="COMMAND", required=True)
 
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--config", metavar="FILE", help="YAML file; without it the defaults hold")
@@ -146,6 +153,11 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--launcher", choices=["ray", "process"], help="default: launcher.kind of the configuration")
     up.add_argument("--log-dir", metavar="DIR", help="keep the logs of all processes here")
     up.set_defaults(run=_up)
+
+    placer = commands.add_parser(
+        "place", parents=[common], help="keep a cell's pools at their sizes; its router and gateways run elsewhere"
+    )
+    placer.set_defaults(run=_place)
 
     for kind, text in COMPONENTS.items():
         component = commands.add_parser(kind, parents=[common], help=text)
@@ -200,7 +212,7 @@ def _parser() -> argparse.ArgumentParser:
     show.set_defaults(run=_config_show)
     check = config.add_parser("check", parents=[common], help="check keys, values and model files")
     check.set_defaults(run=_config_check)
-    return parser
+    return top
 
 
 def _add_pool_parsers(

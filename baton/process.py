@@ -15,6 +15,7 @@ from core.config import ClusterConfig, load_config, set_worker_environment
 from core.errors import ConfigError, ServingError
 from core.types import Role
 from deploy.launcher import ERROR_PREFIX, EXIT_CONFIG, EXIT_FAILED, ready_line
+from worker.own_address import with_own_address
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,6 +59,7 @@ def _worker(options: argparse.Namespace, config: ClusterConfig) -> Coroutine[Any
     from baton.roles import make_role
     from worker.lives import run_worker
 
+    config = with_own_address(config)
     return run_worker(config, model, role, worker_id=options.worker_id, announce=announce, make_role=make_role)
 
 

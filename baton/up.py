@@ -60,7 +60,9 @@ async def _run(config: ClusterConfig, signals: StopSignals, log_dir: str | None)
 
 
 def make_launcher(config: ClusterConfig, *, run_dir: Path, log_dir: Path) -> Launcher:
-    """The launcher that the configuration names. Ray's is imported only if it is the one."""
+    """The launcher that the configuration names. Ray's is imported only if it is the one. Raises ConfigError."""
+    if config.launcher.kind == "kubernetes":
+        raise ConfigError("launcher.kind is kubernetes, which starts processes itself: say ray or process")
     if config.launcher.kind == "process":
         return ProcessLauncher(log_dir=log_dir)
     from deploy.ray_launcher import RayLauncher

@@ -490,7 +490,7 @@ class WorkerConfig(_Section):
     """What every worker process shares."""
 
     host: str = "127.0.0.1"
-    """Address that workers bind."""
+    """Address that workers bind. ``auto``: that of the interface which leads to the router."""
     port: int = Field(default=0, ge=0, le=65535)
     http_port: int = Field(default=0, ge=0, le=65535)
     """Of probes and metrics. 0 takes a free one; any other is for one worker in a network of its own (a container)."""
@@ -522,9 +522,26 @@ class RayConfig(_Section):
     """``local`` starts an embedded Ray; anything else is the address of a running cluster."""
 
 
+class KubernetesConfig(_Section):
+    """For `baton place` in a pod: Kubernetes runs the workers, and their number follows the router."""
+
+    release: str = ""
+    """The label ``app.kubernetes.io/instance`` of the workloads that are scaled."""
+    memory: str = ""
+    """ConfigMap that remembers sizes which were said live."""
+    api: str = "https://kubernetes.default.svc"
+    namespace: str = ""
+    """Empty: that of ``namespace_file``."""
+    namespace_file: str = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
+    token_file: str | None = "/var/run/secrets/kubernetes.io/serviceaccount/token"
+    ca_file: str | None = "/var/run/secrets/kubernetes.io/serviceaccount/ca.crt"
+
+
 class LauncherConfig(_Section):
-    kind: Literal["ray", "process"] = "ray"
+    kind: Literal["ray", "process", "kubernetes"] = "ray"
+    """``kubernetes`` is for `baton place` alone."""
     ray: RayConfig = RayConfig()
+    kubernetes: KubernetesConfig = KubernetesConfig()
     start_timeout_s: float = Field(default=180, gt=0)
     stop_s: float = Field(default=8, gt=0)
 
