@@ -98,7 +98,8 @@ class MockExecution:
     def __init__(self, costs: StepCosts, cache: KVCache, files: ModelFiles, *, pace: Pace | None = None) -> None:
         self.costs = costs
         """May be replaced at any time, from any thread: from the next step on."""
-        self._pace = pace or Pace()
+        self.pace = pace or Pace()
+        """May be replaced before the first step."""
         self._block_size = cache.geometry.block_size
         self._words: Words = cache.array.view(np.uint64).reshape(-1, 2, self._block_size)
         """[block, k/v, slot]"""
@@ -110,14 +111,14 @@ class MockExecution:
         assert len(self._ids), "a tokenizer has words"
 
     def run(self, chunks: Seq[Chunk]) -> Computed:
-        started_at = self._pace.start()
+        started_at = self.pace.start()
         for chunk in chunks:
             self._write(chunk)
         self._score_prompts(chunks)
         sampled = [chunk.sequence for chunk in chunks if chunk.is_sampled]
         keys = [self._context(sequence.block_table, len(sequence.tokens)) for sequence in sampled]
         outcome = Computed(sampled=self._draw(sampled, keys))
-        self._pace.finish(started_at, self.costs.step_s(work_of(chunks)))
+        self.pace.finish(started_at, self.costs.step_s(work_of(chunks)))
         return outcome
 
     # -- KV -----------------------------------------------------------------------------------------------------------

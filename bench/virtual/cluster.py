@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Iterable
 from copy import copy
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from bench.traffic import OK, Conversation, Sample
@@ -128,8 +128,9 @@ class MockCluster:
         self.gateway = Process("gateway")
         self.gateway.run(self._start_gateway)
 
-    @property
+    @cached_property
     def _files(self) -> ModelFiles:
+        """One for all workers: its tokenizer is read once."""
         files = open_files(self.config.models[0].path)
         if self._max_context is not None:
             files = copy(files)

@@ -78,8 +78,8 @@ class MockWorker:
         self.costs = costs
         """Counts from the next step on."""
         self.engine = Engine(files, engine_config(config.models[0], role))
-        pace = Pace(now=lambda: 0.0, sleep=lambda seconds: None)  # steps take their time in TimedSteps
-        self.engine.execution = MockExecution(costs, self.engine.cache, files, pace=pace)
+        assert isinstance(self.engine.execution, MockExecution)
+        self.engine.execution.pace = Pace(now=lambda: 0.0, sleep=lambda seconds: None)  # steps wait in TimedSteps
         self.state = WorkerState.STARTING
         self.process.run(self._compose, fabric)
 
