@@ -80,6 +80,9 @@ class ScriptedWorker:
     async def find_records(self, request_id: str, limit: int) -> t.RequestRecords:
         raise NotImplementedError
 
+    def watch(self, interval_s: float) -> AsyncGenerator[t.ClusterNews, None]:
+        raise NotImplementedError
+
     # -- decode worker ------------------------------------------------------------------------------------------------
 
     async def admit(self, request: t.AdmitRequest) -> t.AdmitReply:

@@ -585,6 +585,8 @@ class WorkerLoad:
     stored_hashes: tuple[BlockHash, ...] = ()
     evicted_hashes: tuple[BlockHash, ...] = ()
     samples: CostSamples = CostSamples()
+    pairs: "tuple[PairStatus, ...]" = ()
+    """Of a decode worker, now and then: all that it knows. Empty: nothing is said of them."""
 
 
 class CommandKind(StrEnum):
@@ -818,3 +820,105 @@ class ClusterView:
     models: tuple[ModelRecord, ...]
     usable: tuple[tuple[str, bool, str], ...]
     """(model, has a path of ready workers, why not)."""
+
+
+# -- what is told to who watches --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairStatus:
+    """A pair as its decode worker knows it: the link in use, as the last handshake measured it, and totals since the
+    worker's start."""
+
+    prefill: WorkerId
+    prefill_incarnation: Incarnation
+    decode: WorkerId
+    backend: str = ""
+    """Empty where no link is usable."""
+    mode: str = ""
+    lane: str = ""
+    """What carries the bytes, as far as it can be seen."""
+    bytes_per_s: float = 0.0
+    memcpy_bytes_per_s: float = 0.0
+    """Copying the same bytes within D, at the same time."""
+    circuit: str = ""
+    """``closed``: hand-offs may begin. Otherwise the pair is in quarantine."""
+    why: str = ""
+    """The last failure that counted, or why no link is usable."""
+    num_bytes: int = 0
+    busy_s: float = 0.0
+    """In which those bytes moved."""
+    num_handoffs: int = 0
+    num_failures: int = 0
+
+
+class EventKind(StrEnum):
+    """What happened to a cluster, by which an operator looks for it."""
+
+    JOINED = "joined"
+    SUSPECT = "suspect"
+    RECOVERED = "recovered"
+    DEATH = "death"
+    """A worker or a gateway is gone that had not said so."""
+    LEFT = "left"
+    SCALE = "scale"
+    DRAIN = "drain"
+    FLIP = "flip"
+    QUARANTINE = "quarantine"
+    """A pair is left alone, or trusted again."""
+    SHED = "shed"
+    """Requests were refused room."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterEvent:
+    number: int
+    """Names it: an event that goes on is told again under its number."""
+    kind: EventKind
+    subject: str
+    """A worker, a gateway, a pair or a model."""
+    text: str
+    age_s: float
+    """Since it happened last."""
+    count: int = 1
+    """How often, where it goes on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSample:
+    """A short time of the cluster in numbers; what is of requests is of those that ended in it."""
+
+    age_s: float
+    """Since its end."""
+    duration_s: float
+    num_running: int = 0
+    """At its end: in the batches of workers that answer."""
+    num_waiting: int = 0
+    """At its end: at the router and in workers."""
+    prompt_tokens_per_s: float = 0.0
+    """Computed."""
+    tokens_per_s: float = 0.0
+    kv_bytes_per_s: float = 0.0
+    """Moved between workers."""
+    num_ended: int = 0
+    num_failed: int = 0
+    ttft_p50_s: float | None = None
+    """None: no first token came to any of them."""
+    ttft_p95_s: float | None = None
+    itl_p50_s: float | None = None
+    """Of the mean gap between tokens of each request; None: none had two tokens."""
+    itl_p95_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterNews:
+    """The cluster now, and what came to pass since the news before: in the first ones, what is remembered."""
+
+    status: ClusterStatus
+    pairs: tuple[PairStatus, ...] = ()
+    events: tuple[ClusterEvent, ...] = ()
+    """Oldest first."""
+    records: tuple[RequestRecord, ...] = ()
+    """Oldest first; of very many the newest."""
+    samples: tuple[ClusterSample, ...] = ()
+    """Oldest first."""

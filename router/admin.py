@@ -38,13 +38,24 @@ class RecordRing:
         self._max_records = max_records
         self._records: deque[tuple[float, RequestRecord]] = deque(maxlen=max_records)
         """With the moment of their end."""
+        self.num_pushed = 0
+        """All that ever came."""
 
     def __len__(self) -> int:
         return len(self._records)
 
     def push(self, records: Iterable[RequestRecord]) -> None:
         now = self._clock.now()
-        self._records.extend((now - record.age_s, record) for record in records)
+        new = [(now - record.age_s, record) for record in records]
+        self._records.extend(new)
+        self.num_pushed += len(new)
+
+    def since(self, number: int, limit: int) -> tuple[RequestRecord, ...]:
+        """What came behind the first ``number``, oldest first: the newest ``limit`` of it."""
+        now = self._clock.now()
+        num_new = min(self.num_pushed - number, len(self._records), limit)
+        new = [replace(record, age_s=now - at) for at, record in islice(reversed(self._records), num_new)]
+        return tuple(reversed(new))
 
     def find(self, request_id: str = "", limit: int = 0) -> RequestRecords:
         """Newest first. An empty ``request_id`` finds all, any other the request and those of a call's further prompts,

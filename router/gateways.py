@@ -26,6 +26,9 @@ class GatewayBook:
         self._timeout_s = timeout_s
         self._heard: dict[GatewayId, _Heard] = {}
 
+    def __contains__(self, gateway_id: GatewayId) -> bool:
+        return gateway_id in self._heard
+
     def report(self, report: GatewayReport) -> tuple[GatewayId, Incarnation] | None:
         """Note a heartbeat. Returns the incarnation that it replaced, if any."""
         before = self._heard.get(report.gateway_id)

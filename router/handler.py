@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from core.clock import Clock, MonotonicClock
 from core.config import ClusterConfig
@@ -14,6 +15,7 @@ from core.priority import PriorityClass
 from core.tasks import TaskScope
 from core.telemetry import Telemetry
 from core.types import (
+    ClusterNews,
     ClusterStatus,
     ClusterView,
     CommandKind,
@@ -37,6 +39,7 @@ from router.gateways import GatewayBook
 from router.introductions import Introductions
 from router.load import LoadBook, Reservation
 from router.metrics import RouterMetrics
+from router.news import News
 from router.placer import Placer
 from router.policy import FALLBACKS, PolicySettings
 from router.pools import PoolBook
@@ -104,6 +107,7 @@ class RouterHandler:
             incarnation=self.incarnation,
             pid=os.getpid(),
         )
+        self._news = News(clock, self._records, self._status)
         self._absent: frozenset[Pool] = frozenset()
         self._telemetry = telemetry
         self._metrics = RouterMetrics(telemetry.registry, [(pool.model, pool.role) for pool in self._pools.sizes()])
@@ -112,7 +116,7 @@ class RouterHandler:
             clock=clock,
             pools=self._pools,
             metrics=self._metrics,
-            scale=self._rescale,
+            scale=partial(self._rescale, by="by the autoscaler"),
             flip=lambda worker_id: self._reflip(worker_id, "the autoscaler"),
         )
         self._tasks = TaskScope("router")
@@ -175,6 +179,7 @@ class RouterHandler:
     def _note_refusal(self, request: PlaceRequest, refusal: Refusal) -> None:
         priority = PriorityClass.of(request.priority)
         self._metrics.queue_refusals.labels(request.model, priority, refusal).inc()
+        self._news.shed(request, refusal)
 
     async def end_placement(self, end: PlacementEnd) -> None:
         was_refused = end.outcome in _REFUSED
@@ -191,10 +196,14 @@ class RouterHandler:
 
     async def report_gateway(self, report: GatewayReport) -> ClusterView:
         """A gateway's heartbeat. A new incarnation releases what the old one had placed."""
+        is_new = report.gateway_id not in self._gateways
         replaced = self._gateways.report(report)
         if replaced is not None:
             self._load.release_gateway(*replaced)
+        if replaced is not None or is_new:
+            self._news.gateway(report.gateway_id, is_lost=False)
         self._records.push(report.records)
+        self._news.end(report)
         return self._placer.view()
 
     # -- workers ------------------------------------------------------------------------------------------------------
@@ -233,6 +242,7 @@ class RouterHandler:
                     commands.put_nowait(WorkerCommand(kind=CommandKind.REREGISTER, reason=reason))
                 else:
                     self._costs.learn(stream.registration, message.samples)
+                    self._news.hear(stream.registration, message)
                 self._after_change()
                 self._room.wake_for_room()
         except ServingError as error:
@@ -250,7 +260,7 @@ class RouterHandler:
     def _hear(self, membership: Membership, load: WorkerLoad) -> bool:
         """A heartbeat: the load to the registry, what became of cached blocks to the index. False: join again."""
         if not self._registry.heartbeat(
-            membership, replace(load, stored_hashes=(), evicted_hashes=(), samples=CostSamples())
+            membership, replace(load, stored_hashes=(), evicted_hashes=(), samples=CostSamples(), pairs=())
         ):
             return False
         if self._registry.is_current(membership):
@@ -261,6 +271,12 @@ class RouterHandler:
     # -- operators ----------------------------------------------------------------------------------------------------
 
     async def status(self) -> ClusterStatus:
+        return self._status()
+
+    def watch(self, interval_s: float) -> AsyncGenerator[ClusterNews, None]:
+        return self._news.watch(interval_s)
+
+    def _status(self) -> ClusterStatus:
         return self._admin.status(
             http_address=self.http_address,
             num_placements=len(self._load),
@@ -270,13 +286,17 @@ class RouterHandler:
 
     async def drain(self, worker_id: str, reason: str) -> None:
         self._admin.drain(worker_id, reason)
+        self._news.send_away(worker_id, reason or "asked by an operator")
         self._after_change()
 
     async def flip(self, worker_id: str, reason: str) -> tuple[PoolSize, ...]:
         return self._reflip(worker_id, reason)
 
     def _reflip(self, worker_id: str, reason: str) -> tuple[PoolSize, ...]:
+        before = self._pools.sizes()
         sizes = self._admin.flip(worker_id, reason)
+        if _by_pool(before) != _by_pool(sizes):  # asked again, nothing happens
+            self._news.send_away(worker_id, reason or "asked by an operator", is_flip=True)
         log.info("flip", extra={"worker": worker_id, "reason": reason, "pools": _by_pool(sizes)})
         self._after_change()
         self._pools.wake()
@@ -284,10 +304,12 @@ class RouterHandler:
         return sizes
 
     async def scale(self, pools: tuple[PoolSize, ...]) -> tuple[PoolSize, ...]:
-        return self._rescale(pools)
+        return self._rescale(pools, by="asked by an operator")
 
-    def _rescale(self, pools: Sequence[PoolSize]) -> tuple[PoolSize, ...]:
+    def _rescale(self, pools: Sequence[PoolSize], *, by: str) -> tuple[PoolSize, ...]:
+        before = self._pools.sizes()
         sizes = self._pools.scale(pools)
+        self._news.scale(before, sizes, by)
         log.info("scaled", extra={"pools": _by_pool(sizes)})
         self._room.wake()
         return sizes
@@ -299,6 +321,7 @@ class RouterHandler:
         self._pools.note_problems(report.problems)
         if _by_pool(before) != _by_pool(sizes):
             log.info("sizes taken over from the launcher", extra={"pools": _by_pool(sizes)})
+            self._news.scale(before, sizes, "as the launcher remembers")
             self._room.wake()
         return sizes
 
@@ -322,6 +345,7 @@ class RouterHandler:
         """Judge silence, forget what is over, wake who waits. Called every ``SWEEP_S`` and by tests."""
         for gateway in self._gateways.sweep():
             released = self._load.release_gateway(*gateway)
+            self._news.gateway(gateway[0], is_lost=True)
             log.warning("gateway lost", extra={"gateway": gateway[0], "released_placements": released})
         workers = self._registry.workers()
         alive = [(w.registration.worker_id, w.registration.incarnation) for w in workers]
@@ -335,7 +359,10 @@ class RouterHandler:
             self._room.wake()
         self._room.tick()
         self._autoscaler.tick(workers, self._costs.costs)
+        self._news.tick(workers, len(self._room))
         self._metrics.show_workers(workers)
+        for pool in self._pools.sizes():
+            self._metrics.pool_size.labels(pool.model, pool.role).set(pool.replicas)
         self._metrics.gateways.set(len(self._gateways.statuses()))
         self._metrics.open_placements.set(len(self._load))
         self._metrics.waiting.set(len(self._room))
@@ -363,6 +390,7 @@ class RouterHandler:
                     "after": change.after or "gone",
                 },
             )
+        self._news.change(changes)
         if changes:
             self._introductions.tell()
             self._room.wake()

@@ -78,6 +78,9 @@ class RouterMetrics:
             ["model", "role", "kind"],
             registry=registry,
         )
+        self.pool_size = Gauge(
+            name("pool_size"), "Workers that each pool is to have", ["model", "role"], registry=registry
+        )
         self._pools = set(pools)
         for model, role in self._pools:
             self.incarnations.labels(model, role)

@@ -106,6 +106,13 @@ class RouterClient(_Client):
         request = router_pb2.RecordQuery(request_id=request_id, limit=limit)
         return from_pb(t.RequestRecords, await self._call("FindRecords", request, timeout_s=CONTROL_TIMEOUT_S))
 
+    async def watch(self, interval_s: float) -> AsyncGenerator[t.ClusterNews, None]:
+        """The cluster now and after each change, at least every ``interval_s``. Ends with a typed error."""
+        request = router_pb2.WatchRequest(interval_s=interval_s)
+        async with aclosing(self._stream("Watch", request)) as messages:
+            async for message in messages:
+                yield from_pb(t.ClusterNews, message)
+
 
 def _sizes(reply: Any) -> tuple[t.PoolSize, ...]:
     return tuple(from_pb(t.PoolSize, pool) for pool in reply.pools)

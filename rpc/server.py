@@ -67,6 +67,7 @@ class RouterHandler(Protocol):
     def watch_pools(self) -> AsyncGenerator[tuple[t.PoolSize, ...], None]: ...
     async def report_pools(self, report: t.LauncherReport) -> tuple[t.PoolSize, ...]: ...
     async def find_records(self, request_id: str, limit: int) -> t.RequestRecords: ...
+    def watch(self, interval_s: float) -> AsyncGenerator[t.ClusterNews, None]: ...
 
 
 class PrefillHandler(Protocol):
@@ -185,6 +186,11 @@ class _RouterServicer(router_pb2_grpc.RouterServicer):
 
     async def FindRecords(self, request: router_pb2.RecordQuery, context: _Context) -> Any:
         return to_pb(await self._handler.find_records(request.request_id, request.limit))
+
+    async def Watch(self, request: router_pb2.WatchRequest, context: _Context) -> AsyncIterator[Any]:
+        async with aclosing(self._handler.watch(request.interval_s)) as news:
+            async for one in news:
+                yield to_pb(one)
 
 
 def _sizes(pools: tuple[t.PoolSize, ...]) -> router_pb2.PoolSizes:

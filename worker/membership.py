@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from core.errors import ServingError
 from core.ids import BlockHash
-from core.types import CommandKind, CostSamples, WorkerCommand, WorkerLoad, WorkerRegistration
+from core.types import CommandKind, CostSamples, PairStatus, WorkerCommand, WorkerLoad, WorkerRegistration
 from engine.prefix_cache import CacheChanges
 from rpc.clients import RouterClient
 
@@ -26,7 +26,7 @@ other, so that neither a message nor the router's loop is filled by one worker."
 class Membership:
     """Keeps the worker joined until cancelled. ``load`` is asked at every heartbeat, and ``cache_changes`` what became
     of the prefix cache since the last one; the first heartbeats of a stream tell everything (argument true).
-    ``take_samples`` is asked for what was measured since."""
+    ``take_samples`` is asked for what was measured since, ``take_pairs`` for what there is to tell of pairs."""
 
     def __init__(
         self,
@@ -36,6 +36,7 @@ class Membership:
         load: Callable[[], WorkerLoad],
         cache_changes: Callable[[bool], CacheChanges],
         take_samples: Callable[[], CostSamples],
+        take_pairs: Callable[[], tuple[PairStatus, ...]],
         on_command: Callable[[WorkerCommand], None],
         heartbeat_s: float,
     ) -> None:
@@ -44,6 +45,7 @@ class Membership:
         self._load = load
         self._cache_changes = cache_changes
         self._take_samples = take_samples
+        self._take_pairs = take_pairs
         self._on_command = on_command
         self._heartbeat_s = heartbeat_s
         self._now = asyncio.Event()
@@ -78,7 +80,13 @@ class Membership:
             changes = self._cache_changes(is_first)
             is_first = False
             for stored, evicted in _parts(changes):
-                yield replace(self._load(), stored_hashes=stored, evicted_hashes=evicted, samples=self._take_samples())
+                yield replace(
+                    self._load(),
+                    stored_hashes=stored,
+                    evicted_hashes=evicted,
+                    samples=self._take_samples(),
+                    pairs=self._take_pairs(),
+                )
             try:
                 async with asyncio.timeout(self._heartbeat_s):
                     await self._now.wait()

@@ -10,11 +10,13 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from core.errors import ERRORS_BY_SLUG, TransferError
 from core.telemetry import METRIC_PREFIX
 from kvtransfer.circuit import CircuitState
 from kvtransfer.pairs import Pairs
 from kvtransfer.transfer_thread import TransferThread
 
+_SLUGS = frozenset(slug for slug, error in ERRORS_BY_SLUG.items() if issubclass(error, TransferError))
 Row = tuple[Sequence[str], float]
 """Label values behind model and role, and the value."""
 
@@ -52,7 +54,12 @@ class PairCollector(Collector):
             ("retries", "Hand-offs begun for requests that had failed before", "num_retries"),
         ):
             yield self._counter(name, text, (), (((peer,), getattr(each, field)) for peer, each in counts.items()))
-        failures = (((peer, slug), n) for peer, each in counts.items() for slug, n in each.failures.items())
+        # At zero from the start: else the first failure of its kind is no increase, and no rate shows it.
+        failures = (
+            ((peer, slug), each.failures[slug])
+            for peer, each in counts.items()
+            for slug in sorted({*_SLUGS, *each.failures})
+        )
         yield self._counter("failures", "Hand-offs that failed by the fault of the pair", ("slug",), failures)
         circuits = self._pairs.circuits().items()
         states = (

@@ -58,6 +58,7 @@ from worker.drain import Drain
 from worker.membership import Membership
 from worker.metrics import WorkerMetrics
 from worker.mock import paced
+from worker.pair_news import PairNews
 from worker.step_thread import StepThread
 
 log = logging.getLogger(__name__)
@@ -219,6 +220,7 @@ class Worker:
             load=self.load,
             cache_changes=lambda whole: context.engine.pool.take_changes(whole=whole),
             take_samples=context.samples.take,
+            take_pairs=PairNews(context, self._memory.transfers).take,
             on_command=self._on_command,
             heartbeat_s=context.config.router.heartbeat_s,
         )

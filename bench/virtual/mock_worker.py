@@ -154,6 +154,7 @@ class MockWorker:
             load=self.load,
             cache_changes=lambda whole: engine.pool.take_changes(whole=whole),
             take_samples=context.samples.take,
+            take_pairs=lambda: (),
             on_command=self._on_command,
             heartbeat_s=config.router.heartbeat_s,
         )

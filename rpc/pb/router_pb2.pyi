@@ -297,7 +297,7 @@ class CostSamples(_message.Message):
     def __init__(self, steps: _Optional[_Iterable[_Union[StepSample, _Mapping]]] = ..., handoffs: _Optional[_Iterable[_Union[HandoffSample, _Mapping]]] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("state", "num_running", "num_waiting", "queued_prompt_tokens", "blocks", "num_leases", "held_bytes", "num_transfers", "kv_bytes_received", "kv_bytes_sent", "prompt_tokens_computed", "tokens_generated", "num_steps", "busy_s", "stored_hashes", "evicted_hashes", "broken_pairs", "prompt_tokens_refetched", "samples", "next_role", "drain_left_s")
+    __slots__ = ("state", "num_running", "num_waiting", "queued_prompt_tokens", "blocks", "num_leases", "held_bytes", "num_transfers", "kv_bytes_received", "kv_bytes_sent", "prompt_tokens_computed", "tokens_generated", "num_steps", "busy_s", "stored_hashes", "evicted_hashes", "broken_pairs", "prompt_tokens_refetched", "samples", "next_role", "drain_left_s", "pairs")
     STATE_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -319,6 +319,7 @@ class WorkerLoad(_message.Message):
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     NEXT_ROLE_FIELD_NUMBER: _ClassVar[int]
     DRAIN_LEFT_S_FIELD_NUMBER: _ClassVar[int]
+    PAIRS_FIELD_NUMBER: _ClassVar[int]
     state: WorkerState
     num_running: int
     num_waiting: int
@@ -340,7 +341,8 @@ class WorkerLoad(_message.Message):
     samples: CostSamples
     next_role: _common_pb2.Role
     drain_left_s: float
-    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., num_leases: _Optional[int] = ..., held_bytes: _Optional[int] = ..., num_transfers: _Optional[int] = ..., kv_bytes_received: _Optional[_Iterable[_Union[BackendBytes, _Mapping]]] = ..., kv_bytes_sent: _Optional[_Iterable[_Union[BackendBytes, _Mapping]]] = ..., prompt_tokens_computed: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., num_steps: _Optional[int] = ..., busy_s: _Optional[float] = ..., stored_hashes: _Optional[_Iterable[bytes]] = ..., evicted_hashes: _Optional[_Iterable[bytes]] = ..., broken_pairs: _Optional[_Iterable[_Union[WorkerRef, _Mapping]]] = ..., prompt_tokens_refetched: _Optional[int] = ..., samples: _Optional[_Union[CostSamples, _Mapping]] = ..., next_role: _Optional[_Union[_common_pb2.Role, str]] = ..., drain_left_s: _Optional[float] = ...) -> None: ...
+    pairs: _containers.RepeatedCompositeFieldContainer[PairStatus]
+    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., num_leases: _Optional[int] = ..., held_bytes: _Optional[int] = ..., num_transfers: _Optional[int] = ..., kv_bytes_received: _Optional[_Iterable[_Union[BackendBytes, _Mapping]]] = ..., kv_bytes_sent: _Optional[_Iterable[_Union[BackendBytes, _Mapping]]] = ..., prompt_tokens_computed: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., num_steps: _Optional[int] = ..., busy_s: _Optional[float] = ..., stored_hashes: _Optional[_Iterable[bytes]] = ..., evicted_hashes: _Optional[_Iterable[bytes]] = ..., broken_pairs: _Optional[_Iterable[_Union[WorkerRef, _Mapping]]] = ..., prompt_tokens_refetched: _Optional[int] = ..., samples: _Optional[_Union[CostSamples, _Mapping]] = ..., next_role: _Optional[_Union[_common_pb2.Role, str]] = ..., drain_left_s: _Optional[float] = ..., pairs: _Optional[_Iterable[_Union[PairStatus, _Mapping]]] = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
     __slots__ = ("registration", "load")
@@ -645,3 +647,101 @@ class PoolSizes(_message.Message):
     POOLS_FIELD_NUMBER: _ClassVar[int]
     pools: _containers.RepeatedCompositeFieldContainer[PoolSize]
     def __init__(self, pools: _Optional[_Iterable[_Union[PoolSize, _Mapping]]] = ...) -> None: ...
+
+class PairStatus(_message.Message):
+    __slots__ = ("prefill", "prefill_incarnation", "decode", "backend", "mode", "lane", "bytes_per_s", "memcpy_bytes_per_s", "circuit", "why", "num_bytes", "busy_s", "num_handoffs", "num_failures")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    MEMCPY_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    CIRCUIT_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BUSY_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_HANDOFFS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    prefill: str
+    prefill_incarnation: int
+    decode: str
+    backend: str
+    mode: str
+    lane: str
+    bytes_per_s: float
+    memcpy_bytes_per_s: float
+    circuit: str
+    why: str
+    num_bytes: int
+    busy_s: float
+    num_handoffs: int
+    num_failures: int
+    def __init__(self, prefill: _Optional[str] = ..., prefill_incarnation: _Optional[int] = ..., decode: _Optional[str] = ..., backend: _Optional[str] = ..., mode: _Optional[str] = ..., lane: _Optional[str] = ..., bytes_per_s: _Optional[float] = ..., memcpy_bytes_per_s: _Optional[float] = ..., circuit: _Optional[str] = ..., why: _Optional[str] = ..., num_bytes: _Optional[int] = ..., busy_s: _Optional[float] = ..., num_handoffs: _Optional[int] = ..., num_failures: _Optional[int] = ...) -> None: ...
+
+class ClusterEvent(_message.Message):
+    __slots__ = ("number", "kind", "subject", "text", "age_s", "count")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    SUBJECT_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    kind: str
+    subject: str
+    text: str
+    age_s: float
+    count: int
+    def __init__(self, number: _Optional[int] = ..., kind: _Optional[str] = ..., subject: _Optional[str] = ..., text: _Optional[str] = ..., age_s: _Optional[float] = ..., count: _Optional[int] = ...) -> None: ...
+
+class ClusterSample(_message.Message):
+    __slots__ = ("age_s", "duration_s", "num_running", "num_waiting", "prompt_tokens_per_s", "tokens_per_s", "kv_bytes_per_s", "num_ended", "num_failed", "ttft_p50_s", "ttft_p95_s", "itl_p50_s", "itl_p95_s")
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    DURATION_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_ENDED_FIELD_NUMBER: _ClassVar[int]
+    NUM_FAILED_FIELD_NUMBER: _ClassVar[int]
+    TTFT_P50_S_FIELD_NUMBER: _ClassVar[int]
+    TTFT_P95_S_FIELD_NUMBER: _ClassVar[int]
+    ITL_P50_S_FIELD_NUMBER: _ClassVar[int]
+    ITL_P95_S_FIELD_NUMBER: _ClassVar[int]
+    age_s: float
+    duration_s: float
+    num_running: int
+    num_waiting: int
+    prompt_tokens_per_s: float
+    tokens_per_s: float
+    kv_bytes_per_s: float
+    num_ended: int
+    num_failed: int
+    ttft_p50_s: float
+    ttft_p95_s: float
+    itl_p50_s: float
+    itl_p95_s: float
+    def __init__(self, age_s: _Optional[float] = ..., duration_s: _Optional[float] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., prompt_tokens_per_s: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., kv_bytes_per_s: _Optional[float] = ..., num_ended: _Optional[int] = ..., num_failed: _Optional[int] = ..., ttft_p50_s: _Optional[float] = ..., ttft_p95_s: _Optional[float] = ..., itl_p50_s: _Optional[float] = ..., itl_p95_s: _Optional[float] = ...) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ("interval_s",)
+    INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
+    interval_s: float
+    def __init__(self, interval_s: _Optional[float] = ...) -> None: ...
+
+class ClusterNews(_message.Message):
+    __slots__ = ("status", "pairs", "events", "records", "samples")
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    PAIRS_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    status: ClusterStatus
+    pairs: _containers.RepeatedCompositeFieldContainer[PairStatus]
+    events: _containers.RepeatedCompositeFieldContainer[ClusterEvent]
+    records: _containers.RepeatedCompositeFieldContainer[RequestRecord]
+    samples: _containers.RepeatedCompositeFieldContainer[ClusterSample]
+    def __init__(self, status: _Optional[_Union[ClusterStatus, _Mapping]] = ..., pairs: _Optional[_Iterable[_Union[PairStatus, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[ClusterEvent, _Mapping]]] = ..., records: _Optional[_Iterable[_Union[RequestRecord, _Mapping]]] = ..., samples: _Optional[_Iterable[_Union[ClusterSample, _Mapping]]] = ...) -> None: ...

@@ -90,6 +90,11 @@ class RouterStub:
                 request_serializer=rpc_dot_pb_dot_router__pb2.RecordQuery.SerializeToString,
                 response_deserializer=rpc_dot_pb_dot_router__pb2.RequestRecords.FromString,
                 _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/baton.v1.Router/Watch',
+                request_serializer=rpc_dot_pb_dot_router__pb2.WatchRequest.SerializeToString,
+                response_deserializer=rpc_dot_pb_dot_router__pb2.ClusterNews.FromString,
+                _registered_method=True)
 
 
 class RouterServicer:
@@ -170,6 +175,13 @@ class RouterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Watch(self, request, context):
+        """The cluster at once, after each change of it, and at least once in a while.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -227,6 +239,11 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.FindRecords,
                     request_deserializer=rpc_dot_pb_dot_router__pb2.RecordQuery.FromString,
                     response_serializer=rpc_dot_pb_dot_router__pb2.RequestRecords.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=rpc_dot_pb_dot_router__pb2.WatchRequest.FromString,
+                    response_serializer=rpc_dot_pb_dot_router__pb2.ClusterNews.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -527,6 +544,33 @@ class Router:
             '/baton.v1.Router/FindRecords',
             rpc_dot_pb_dot_router__pb2.RecordQuery.SerializeToString,
             rpc_dot_pb_dot_router__pb2.RequestRecords.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.Router/Watch',
+            rpc_dot_pb_dot_router__pb2.WatchRequest.SerializeToString,
+            rpc_dot_pb_dot_router__pb2.ClusterNews.FromString,
             options,
             channel_credentials,
             insecure,

@@ -70,6 +70,7 @@ async def test_a_new_stream_hears_everything_and_then_the_changes() -> None:
         load=lambda: WorkerLoad(state=WorkerState.READY, blocks=pool.counts()),
         cache_changes=lambda whole: pool.take_changes(whole=whole),
         take_samples=CostSamples,
+        take_pairs=lambda: (),
         on_command=lambda command: None,
         heartbeat_s=60,
     )
@@ -118,6 +119,7 @@ async def test_what_is_too_much_for_one_heartbeat_comes_in_several_at_once() -> 
         load=lambda: WorkerLoad(state=WorkerState.READY, blocks=BlockPool(1).counts()),
         cache_changes=cache_changes,
         take_samples=CostSamples,
+        take_pairs=lambda: (),
         on_command=lambda command: None,
         heartbeat_s=60,
     )
