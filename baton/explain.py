@@ -7,26 +7,10 @@ from dataclasses import asdict
 from baton.status import format_bytes, table
 from core.errors import ConfigError, WorkerLost
 from core.ids import format_incarnation
+from core.reasons import REASONS
 from core.types import AttemptRecord, Placement, Prediction, RequestRecord, RequestRecords, WorkerAddress
-from router.policy import Reason
 from rpc.clients import RouterClient
 
-REASONS: dict[str, str] = {
-    Reason.ONLY_PATH: "there was no other",
-    Reason.LEAST_LOADED: "it had the least to do",
-    Reason.LEAST_USED: "equal to others, and chosen least often",
-    Reason.CACHED_PREFIX: "it holds the beginning of the prompt",
-    Reason.ROUND_ROBIN: "in turn, by the setting router.policy",
-    Reason.LOCAL_CHEAPER: "to read the prompt itself was predicted to cost less than to have it handed over",
-    Reason.SPLIT_CHEAPER: "to have the prompt handed over was predicted to cost less than to read it itself",
-    Reason.EXPLORED: "to know what the other way costs, by the setting router.break_even.explore",
-    Reason.PREFILL_MISSING: "no prefill worker was there, so it read the prompt itself",
-    Reason.PAIR_EXCLUDED: "every hand-off to it had failed for this request, so it read the prompt itself",
-    Reason.PAIR_BROKEN: "its pairs were broken, so it read the prompt itself",
-    Reason.ONLY_PAIR_LEFT: "no other pair was left, and router.fallback allows nothing else",
-    Reason.HELD: "the prompt was computed and held: only a decode worker was needed",
-    Reason.FORGIVEN: "it had failed this request before, but nothing else came",
-}
 ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "resp_")
 """What an answer's own id has before the request's."""
 

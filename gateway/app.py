@@ -1,6 +1,6 @@
 """Builds the gateway out of its parts: an ASGI application, and the tasks that live beside it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from fastapi import FastAPI
 from starlette.routing import Route
@@ -11,6 +11,9 @@ from core.ids import GatewayId, Incarnation
 from core.tasks import TaskScope
 from core.telemetry import Telemetry
 from gateway.access.assembly import Access, OpenAccess
+from gateway.access.gate import Gate
+from gateway.console.pages import pages
+from gateway.console.routes import ConsoleRoutes
 from gateway.cors import Cors
 from gateway.edge import Door, Edge, Endpoint, Handle, method_not_allowed, not_found, open_door
 from gateway.fields import UnknownFields
@@ -20,7 +23,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.models import ModelShelf, ServedModel
 from gateway.openapi import OPENAPI_PATH, openapi_page
 from gateway.pipeline import Pipeline, PipelineLimits
-from gateway.ports import ClientFactory, RouterPort
+from gateway.ports import ClientFactory, WholeRouterPort
 from gateway.reporter import Reporter
 from gateway.routes import Routes
 from gateway.run import Run
@@ -36,7 +39,7 @@ class Gateway:
         self,
         config: ClusterConfig,
         *,
-        router: RouterPort,
+        router: WholeRouterPort,
         clients: ClientFactory,
         models: Sequence[ServedModel],
         telemetry: Telemetry,
@@ -86,8 +89,11 @@ class Gateway:
             reporter=self.reporter,
             telemetry=telemetry,
         )
+        self._console = ConsoleRoutes(router, self._access.gate, config.gateway.limits)
         app = _application(self._generation, routes, self._access)
         self.paths = tuple(route.path for route in app.routes if isinstance(route, Route))
+        """Of the API. The console's are its page's own."""
+        _add_console(app, self._console, self._access.gate)
         # The table itself: the middlewares that FastAPI puts before it do what endpoints do here, or nothing.
         self.asgi = Edge(Cors(app.router, config.gateway.cors), self._metrics)
 
@@ -102,6 +108,7 @@ class Gateway:
         end by an error."""
         limits = self._config.gateway.limits
         await self._generation.drain(limits.drain_s, wait_s=limits.drain_wait_s)
+        self._console.stop()
 
     def hurry(self) -> None:
         """A drain ends now: it waits for nobody any more."""
@@ -162,11 +169,36 @@ def _application(generation: Generation, routes: Routes, access: Access) -> Fast
             ]
     served = {(method, path.replace(":path", "")) for method, path, _, _ in table} | {("GET", OPENAPI_PATH)}
     table.append(("GET", OPENAPI_PATH, key, openapi_page(served)))
-    methods: dict[str, list[str]] = {}
-    for method, path, door, handle in table:
-        app.router.routes.append(Route(path, Endpoint(path, door, handle), methods=[method]))
-        methods.setdefault(path, []).append(method)
-    for path, allowed in methods.items():
-        app.router.routes.append(Route(path, Endpoint(path, key, method_not_allowed(", ".join(allowed)))))
+    _add_routes(app, table, key)
     app.router.default = Endpoint("other", key, not_found)  # a pattern would miss paths with a line break in them
     return app
+
+
+def _add_console(app: FastAPI, console: ConsoleRoutes, gate: Gate) -> None:
+    """The page, which everybody may load, and what it reads, which only operators may."""
+    door = gate.check_console
+    files = pages()
+    table: list[tuple[str, str, Door, Handle]] = [
+        *(("GET", path, open_door, page) for path, page in files.items()),
+        ("GET", "/console/session", door, console.show_session),
+        ("POST", "/console/session", gate.check_admin, console.open_session),
+        ("DELETE", "/console/session", open_door, console.end_session),
+        ("GET", "/console/feed", door, console.feed),
+        ("GET", "/console/requests/{request_id}", door, console.show_request),
+    ]
+    _add_routes(app, table, gate.check_key, names=dict.fromkeys(files, "/console"))
+
+
+def _add_routes(
+    app: FastAPI, table: Sequence[tuple[str, str, Door, Handle]], key: Door, names: Mapping[str, str] | None = None
+) -> None:
+    """Every path of the table has an answer to every method. ``names``: what the routes are called in logs and metrics,
+    where that is not their path."""
+    names = names or {}
+    methods: dict[str, list[str]] = {}
+    for method, path, door, handle in table:
+        app.router.routes.append(Route(path, Endpoint(names.get(path, path), door, handle), methods=[method]))
+        methods.setdefault(path, []).append(method)
+    for path, allowed in methods.items():
+        refuse = method_not_allowed(", ".join(allowed))
+        app.router.routes.append(Route(path, Endpoint(names.get(path, path), key, refuse)))

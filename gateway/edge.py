@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 EXCHANGE = "baton.exchange"
 CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
 CLIENT_GONE_STATUS = 499
-PROBES = frozenset({"/health", "/ready", "/metrics"})
-"""Asked every few seconds by machines: not worth a line each."""
+PROBES = frozenset({"/health", "/ready", "/metrics", "/console"})
+"""Asked every few seconds by machines, or the files of a page: not worth a line each."""
 
 
 class Exchange:

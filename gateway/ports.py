@@ -1,6 +1,6 @@
 """What the gateway needs of the rest of the cluster. `rpc` provides it; tests script it."""
 
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
 from core import types as t
@@ -13,6 +13,17 @@ class RouterPort(Protocol):
     async def end_placement(self, end: t.PlacementEnd) -> None: ...
     async def report_gateway(self, report: t.GatewayReport) -> t.ClusterView: ...
     async def close(self) -> None: ...
+
+
+class NewsPort(Protocol):
+    """What the console needs of the router."""
+
+    async def find_records(self, request_id: str = "", limit: int = 100) -> t.RequestRecords: ...
+    def watch(self, interval_s: float) -> AsyncGenerator[t.ClusterNews, None]: ...
+
+
+class WholeRouterPort(RouterPort, NewsPort, Protocol):
+    pass
 
 
 class PrefillPort(Protocol):

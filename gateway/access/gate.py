@@ -19,6 +19,7 @@ from gateway.access.ledger import Ledger
 from gateway.access.reservations import Demand, Reservations, Ticket, rate_limited, rate_name
 from gateway.access.store import AccessStore
 from gateway.access.windows import Reading
+from gateway.console.sessions import Sessions, session_of
 from gateway.edge import Exchange
 from gateway.http import Scope, header
 
@@ -28,6 +29,12 @@ class Gate(Protocol):
 
     async def check_key(self, exchange: Exchange, scope: Scope) -> None: ...
     async def check_admin(self, exchange: Exchange, scope: Scope) -> None: ...
+    async def check_console(self, exchange: Exchange, scope: Scope) -> None: ...
+    @property
+    def needs_key(self) -> bool: ...
+    def new_session(self) -> str:
+        """The value of a cookie that opens the console's door from now on."""
+
     async def reserve(self, exchange: Exchange, demand: Demand) -> Ticket: ...
 
 
@@ -39,6 +46,14 @@ class OpenGate:
 
     async def check_admin(self, exchange: Exchange, scope: Scope) -> None:
         pass
+
+    async def check_console(self, exchange: Exchange, scope: Scope) -> None:
+        pass
+
+    needs_key = False
+
+    def new_session(self) -> str:
+        return ""
 
     async def reserve(self, exchange: Exchange, demand: Demand) -> Ticket:
         return Ticket(lambda usage: None)
@@ -65,6 +80,7 @@ class KeyGate:
         self._ring = KeyRing(finder or store, cache_s=config.key_cache_s, is_open_on_loss=is_open, clock=clock)
         self._counters = counters
         self._admin_key = admin_key
+        self._sessions = None if admin_key is None else Sessions(admin_key, wall)
         self._wall = wall
         self._on_refusal = on_refusal
         self._reservations = Reservations(
@@ -90,6 +106,20 @@ class KeyGate:
             return
         await self._authenticate(scope)  # a stranger is not told that there is more
         raise self._refused("not_admin", NotAllowed("this needs the admin key"))
+
+    async def check_console(self, exchange: Exchange, scope: Scope) -> None:
+        """A session of the console, by GET only; or the admin key."""
+        session = session_of(header(scope, b"cookie")) if scope["method"] == "GET" else ""
+        if self._sessions is not None and session and self._sessions.holds(session):
+            exchange.fields["is_admin"] = True
+            return
+        await self.check_admin(exchange, scope)
+
+    needs_key = True
+
+    def new_session(self) -> str:
+        assert self._sessions is not None, "the door of the admin key was passed"
+        return self._sessions.issue()
 
     async def reserve(self, exchange: Exchange, demand: Demand) -> Ticket:
         key = exchange.caller.key

@@ -9,10 +9,11 @@ from dataclasses import replace
 
 import pytest
 
-from baton.explain import REASONS, explain, plain_id, render, to_json
+from baton.explain import explain, plain_id, render, to_json
 from core.config import parse_config
 from core.errors import ConfigError
 from core.ids import GatewayId, HandoffId, Incarnation, PlacementId, RequestId, WorkerId
+from core.reasons import REASONS
 from core.types import AttemptRecord, GatewayReport, Mode, Placement, Prediction, RequestRecord, WorkerAddress
 from router.policy import Reason
 from router.service import RouterServer

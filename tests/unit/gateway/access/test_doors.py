@@ -65,6 +65,25 @@ async def test_bug_068_every_route_has_a_door(open_site: OpenSite) -> None:
                 assert is_open == (reply.status != 401), (method, path, reply.status)
 
 
+CONSOLE = ("/console/feed", "/console/requests/r", "/console/session")
+
+
+async def test_the_console_is_opened_by_the_admin_key_and_then_by_its_cookie(open_site: OpenSite) -> None:
+    async with open_site() as site:
+        for path in CONSOLE:
+            for method in ("GET", "POST", "PUT", "HEAD"):
+                assert (await site.client.start(method, path, {}).end()).status == 401, (method, path)
+        tenant = await site.key()
+        assert (await site.client.start("POST", "/console/session", headers=tenant).end()).status == 403
+        made = await site.client.start("POST", "/console/session", headers=AS_ADMIN).end()
+        assert made.status == 204
+        cookie = {"cookie": made.headers["set-cookie"].partition(";")[0]}
+        assert (await site.client.get("/console/session", headers=cookie)).json() == {"needs_key": True}
+        # It opens what is read there and nothing else: no API of the admin, and no new session.
+        for method, path in (("GET", "/admin/keys"), ("GET", "/v1/models"), ("POST", "/console/session")):
+            assert (await site.client.start(method, path, headers=cookie).end()).status == 401, (method, path)
+
+
 async def test_the_probes_are_open(open_site: OpenSite) -> None:
     async with open_site() as site:
         await site.gateway.reporter.report()
