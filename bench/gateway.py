@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 
 import orjson
@@ -101,8 +102,8 @@ def _request(body: dict[str, object]) -> bytes:
     return head.encode() + content
 
 
-def _chat(**more: object) -> bytes:
-    return _request({"model": MODEL, "messages": [{"role": "user", "content": PROMPT}], **more})
+def _chat(prompt: str = PROMPT, **more: object) -> bytes:
+    return _request({"model": MODEL, "messages": [{"role": "user", "content": prompt}], **more})
 
 
 class _Stream(asyncio.Protocol):
@@ -182,13 +183,13 @@ async def measure_sends(processes: Processes, streams: int, rounds: int, round_s
 
 
 async def measure_plain(processes: Processes, rounds: int, requests: int, body: bytes = b"") -> list[float]:
-    """CPU microseconds for each plain request (or another one), by round."""
-    body = body or _chat(temperature=0, max_tokens=16)
+    """CPU microseconds for each plain request (or another one), by round. No two chats say the same."""
+    numbers = count(1)
 
     async def one_client() -> None:
         reader, writer = await asyncio.open_connection(processes.host, processes.port)
         for _ in range(requests // 4):
-            writer.write(body)
+            writer.write(body or _chat(f"{PROMPT} {next(numbers)}", temperature=0, max_tokens=16))
             head = await reader.readuntil(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 200"), head
             length = next(line for line in head.split(b"\r\n") if line.lower().startswith(b"content-length"))

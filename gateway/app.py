@@ -15,7 +15,7 @@ from gateway.access.gate import Gate
 from gateway.console.pages import pages
 from gateway.console.routes import ConsoleRoutes
 from gateway.cors import Cors
-from gateway.edge import Door, Edge, Endpoint, Handle, method_not_allowed, not_found, open_door
+from gateway.edge import Door, Edge, Endpoint, Handle, Table, method_not_allowed, not_found, open_door
 from gateway.fields import UnknownFields
 from gateway.generation import Generation
 from gateway.legs import Peers
@@ -57,6 +57,7 @@ class Gateway:
         self._shelf = ModelShelf(models)
         self.peers = Peers(clients, TokenStreams(clients, gateway_id, incarnation, clock))
         self.reporter = Reporter(router, clock, gateway_id, incarnation)
+        self._metrics.running.set_function(lambda: self.reporter.num_requests)
         self._scope = TaskScope("gateway", on_failure=self._break)
         self._on_broken: Callable[[], None] = lambda: None
         self.is_broken = False
@@ -95,7 +96,7 @@ class Gateway:
         """Of the API. The console's are its page's own."""
         _add_console(app, self._console, self._access.gate)
         # The table itself: the middlewares that FastAPI puts before it do what endpoints do here, or nothing.
-        self.asgi = Edge(Cors(app.router, config.gateway.cors), self._metrics)
+        self.asgi = Edge(Cors(Table(app.router), config.gateway.cors), self._metrics)
 
     def start(self, *, on_broken: Callable[[], None] = lambda: None) -> None:
         """Starts the heartbeat to the router. ``on_broken`` is called if that ends by an error."""
@@ -128,7 +129,6 @@ class Gateway:
         self._shelf.close()
 
     def _on_count(self, num_running: int) -> None:
-        self._metrics.running.set(num_running)
         self.reporter.num_requests = num_running
 
     def _break(self, error: BaseException) -> None:

@@ -6,6 +6,8 @@ import re
 import time
 from collections.abc import Awaitable, Callable
 
+from starlette.routing import Route, Router
+
 from core.errors import Cancelled, InternalError, ServingError
 from core.ids import new_request_id
 from gateway.access.caller import ANYBODY
@@ -27,6 +29,7 @@ from gateway.metrics import GatewayMetrics
 access_log = logging.getLogger("gateway.access")
 log = logging.getLogger(__name__)
 
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 EXCHANGE = "baton.exchange"
 CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
 CLIENT_GONE_STATUS = 499
@@ -55,6 +58,14 @@ class Exchange:
         self._started = time.monotonic()
 
     @property
+    def is_logged(self) -> bool:
+        return access_log.isEnabledFor(self._level)
+
+    @property
+    def _level(self) -> int:
+        return logging.DEBUG if self.route in PROBES else logging.INFO
+
+    @property
     def has_started(self) -> bool:
         return self.status != 0
 
@@ -66,10 +77,12 @@ class Exchange:
         await self._send(message)
 
     def write_log(self, scope: Scope) -> None:
+        if not self.is_logged:
+            return
         # A caller's own id is a label: logged if it is printable, never used as a key.
         client_id = self._client_id if CLIENT_ID.fullmatch(self._client_id) else None
         access_log.log(
-            logging.DEBUG if self.route in PROBES else logging.INFO,
+            self._level,
             "request",
             extra={
                 "request_id": self.request_id,
@@ -86,7 +99,7 @@ class Exchange:
 class Edge:
     """Wraps the application. Anything but HTTP is closed."""
 
-    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], metrics: GatewayMetrics) -> None:
+    def __init__(self, app: Application, metrics: GatewayMetrics) -> None:
         self._app = app
         self._metrics = metrics
 
@@ -103,7 +116,7 @@ class Edge:
             await self._app(scope, receive, exchange.send)
         finally:
             exchange.status = exchange.status or CLIENT_GONE_STATUS
-            self._metrics.responses.labels(exchange.route, str(exchange.status)).inc()
+            self._metrics.responses(exchange.route, str(exchange.status)).inc()
             if exchange.gone:
                 self._metrics.aborts.labels(exchange.gone).inc()
             exchange.write_log(scope)
@@ -157,6 +170,23 @@ class Endpoint:
             await send_error(send, error)
         elif exchange.is_stream:
             await end_events(send, exchange.failure(error))  # the status line is gone
+
+
+class Table:
+    """A router's routes; those whose path is no pattern are looked up instead of tried in turn."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._exact: dict[tuple[str, str], Application] = {}
+        for route in router.routes:
+            if isinstance(route, Route) and "{" not in route.path:
+                for method in route.methods or ():
+                    self._exact.setdefault((method, route.path), route.app)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_exact = scope["type"] == "http" and not scope.get("root_path")
+        app = self._exact.get((scope["method"], scope["path"])) if is_exact else None
+        await (app or self._router)(scope, receive, send)
 
 
 async def not_found(exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:

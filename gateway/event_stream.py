@@ -5,7 +5,7 @@ from collections.abc import Coroutine
 
 from gateway.answers import Answer
 from gateway.edge import Exchange
-from gateway.http import DIRECT_WRITER, ClientStalled, Scope, Send, Writer, end_events, send_event, start_events
+from gateway.http import ClientStalled, Scope, Send, end_events, send_event, start_events, writer_of
 
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment: clients skip it."""
@@ -37,7 +37,7 @@ class EventStream:
         self._answer = answer
         self._patience_s = patience_s
         self._keep_alive_s = keep_alive_s
-        self._writer: Writer | None = scope.get("extensions", {}).get(DIRECT_WRITER)
+        self._writer = writer_of(scope)
         self._news = asyncio.Event()
         self._is_idle = False
         self._has_written = False

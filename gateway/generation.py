@@ -20,7 +20,7 @@ from gateway.completion_answer import CompletionAnswer
 from gateway.edge import Exchange
 from gateway.event_stream import EventStream
 from gateway.fields import UnknownFields
-from gateway.http import Receive, Scope, Send, header, read_json_body, send_bytes, until_disconnect
+from gateway.http import Interruption, Receive, Scope, Send, header, read_json_body, send_bytes, until_disconnect
 from gateway.models import ModelShelf
 from gateway.parse import Job, chat_job, completion_job, with_blocks
 from gateway.pipeline import Pipeline
@@ -74,8 +74,8 @@ class Generation:
         self._idle = asyncio.Event()
         self._idle.set()
         self._stopping = asyncio.Event()
-        self._stopped = asyncio.get_running_loop().create_future()
-        """Done with `_stopping`: waiting for it takes no task for each request."""
+        self._stops: set[Interruption] = set()
+        """Of the requests that run."""
         self._is_refusing = False
         self.is_draining = False
 
@@ -92,8 +92,8 @@ class Generation:
 
     def _stop(self) -> None:
         self._stopping.set()
-        if not self._stopped.done():
-            self._stopped.set_result(None)
+        for stop in tuple(self._stops):
+            stop.end(_draining())
 
     def hurry(self) -> None:
         """Ends running requests by an error, now; a drain under way waits no longer."""
@@ -141,14 +141,14 @@ class Generation:
         try:
             work = self._answer(exchange, scope, send, stages, raw, make_job, make_answer)
             await until_disconnect(
-                receive, work, stopping=self._stopped, timeout_s=self._limits.request_timeout_s + SEND_GRACE_S
+                scope, receive, work, stops=self._stops, timeout_s=self._limits.request_timeout_s + SEND_GRACE_S
             )
         finally:
             self._end()
 
     def _begin(self) -> None:
-        if self._is_refusing:
-            raise NoWorker("this gateway is shutting down; try again", code="draining")
+        if self._is_refusing or self._stopping.is_set():
+            raise _draining()
         if self._num_running >= self._limits.max_requests:
             raise QueueFull("this gateway is at its limit of requests; try again", code="server_overloaded")
         self._num_running += 1
@@ -206,7 +206,7 @@ class Generation:
             raise
         finally:
             ticket.settle(usage_of(runs if is_answered else self._charged(runs)))
-            if runs:
+            if runs and exchange.is_logged:
                 exchange.fields |= _log_fields(runs, job)
 
     def _with_blocks(self, job: Job, exchange: Exchange) -> Job:
@@ -258,6 +258,10 @@ class Generation:
             runs[-1].span = span
             runs[-1].stages.mark("prepare")
         return runs
+
+
+def _draining() -> NoWorker:
+    return NoWorker("this gateway is shutting down; try again", code="draining")
 
 
 async def _at_most(seconds: float, *events: asyncio.Event) -> None:

@@ -5,13 +5,13 @@ No framework middleware in between: Starlette's convenience class hides disconne
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import orjson
 
 from core.config import LimitsConfig
-from core.errors import NoWorker, QuotaExceeded, RequestError, ServingError
+from core.errors import QuotaExceeded, RequestError, ServingError
 
 Message = MutableMapping[str, Any]
 """An ASGI message; its shape is the ASGI specification's."""
@@ -39,14 +39,21 @@ class Writer(Protocol):
     """What stands in a scope under `DIRECT_WRITER`."""
 
     raw: Callable[[bytes], None]
-    """Writes a whole piece: what `begin` made, the bytes that were announced to it, and `end`."""
+    """Writes a whole piece, framed: one of `begins`, so many bytes, and `end`."""
+    begins: Sequence[bytes]
+    """By the number of bytes."""
     end: bytes
     on_blocked: Callable[[], None]
     """Called when `is_ready` no longer holds although nobody here ended the answer."""
 
     @property
     def is_ready(self) -> bool: ...
-    def begin(self, head: bytes, num_more: int) -> bytes: ...
+    def whole_body(self) -> bytes | None:
+        """The request's, once, if all of it is here."""
+
+    def watch(self, on_gone: Callable[[], None]) -> None:
+        """Calls it when the client has left, which may be now."""
+
     def write(self, piece: bytes) -> None: ...
     def abort(self) -> None: ...
 
@@ -108,6 +115,12 @@ async def read_json_body(scope: Scope, receive: Receive, limits: LimitsConfig) -
     told = header(scope, b"content-length")
     if told.isdecimal() and int(told[:20]) > limits.max_body_bytes:
         raise _too_large(limits.max_body_bytes)  # what a client says of its own excess may be believed
+    writer = writer_of(scope)
+    body = None if writer is None else writer.whole_body()
+    if body is not None:
+        if len(body) > limits.max_body_bytes:
+            raise _too_large(limits.max_body_bytes)
+        return body
     try:
         async with asyncio.timeout(limits.body_timeout_s):
             return await _read_body(receive, limits.max_body_bytes)
@@ -135,34 +148,78 @@ def _too_large(max_bytes: int) -> BodyTooLarge:
     return BodyTooLarge(f"the body is larger than {max_bytes} bytes")
 
 
+class Interruption:
+    """A way to end this task's work for a reason, which is raised in place of its cancellation. The first counts."""
+
+    __slots__ = ("_is_over", "_reason", "_task")
+
+    def __init__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "work is done in a task"
+        self._task = task
+        self._reason: Exception | None = None
+        self._is_over = False
+
+    def end(self, reason: Exception) -> None:
+        if self._reason is None and not self._is_over:
+            self._reason = reason
+            self._task.cancel()
+
+    async def guard(self, work: Awaitable[T]) -> T:
+        """The result of `work`, or the reason."""
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if self._reason is None or self._task.uncancel() > 0:
+                raise
+            raise self._reason from None
+        finally:
+            self._is_over = True
+
+
 async def until_disconnect(
+    scope: Scope,
     receive: Receive,
     work: Awaitable[T],
     *,
-    stopping: "asyncio.Future[None] | None" = None,
+    stops: set[Interruption] | None = None,
     timeout_s: float | None = None,
 ) -> T:
     """The result of `work`; or work is cancelled and it raises ClientGone, when the client leaves or takes longer than
-    `timeout_s` to read, or NoWorker when `stopping` is done. Call after the body is read."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(receive))
-    awaited: set[asyncio.Future[Any]] = {task, gone} if stopping is None else {task, gone, stopping}
+    `timeout_s` to read, or the reason of whoever ends the one in `stops`. Call after the body is read."""
+    interruption = Interruption()
+    stops = set() if stops is None else stops
+    stops.add(interruption)
+    timer = None
+    if timeout_s is not None:
+        timer = asyncio.get_running_loop().call_later(timeout_s, interruption.end, ClientGone())
+    writer = writer_of(scope)
+    watching = None
+    if writer is not None:
+        writer.watch(lambda: interruption.end(ClientGone()))
+    else:
+        watching = asyncio.ensure_future(_disconnected(receive))
+        watching.add_done_callback(lambda _: interruption.end(ClientGone()))
     try:
-        await asyncio.wait(awaited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        if stopping is not None and stopping.done():
-            raise NoWorker("this gateway is shutting down; try again", code="draining")
-        raise ClientGone
+        return await interruption.guard(work)
     finally:
-        task.cancel()
-        gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        stops.discard(interruption)
+        if timer is not None:
+            timer.cancel()
+        if watching is not None:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def writer_of(scope: Scope) -> Writer | None:
+    """What our own server offers."""
+    writer: Writer | None = scope.get("extensions", {}).get(DIRECT_WRITER)
+    return writer
 
 
 async def send_bytes(send: Send, status: int, body: bytes, headers: tuple[Header, ...] = (JSON_TYPE,)) -> None:

@@ -23,21 +23,22 @@ Slow = Callable[[int, int, float], None]
 CLOSED: tuple[bytes | None, ...] = ()
 
 
-class _Heads(dict[int, bytes]):
-    """How a chunk begins, by the length of its text."""
-
-    def __init__(self, writer: Writer, head: bytes, tail: bytes) -> None:
-        self._writer, self._head, self._num_tail = writer, head, len(tail)
-
-    def __missing__(self, num_bytes: int) -> bytes:
-        value = self[num_bytes] = self._writer.begin(self._head, num_bytes + self._num_tail)
-        return value
-
-
 class Lane:
     """`take` is a token's way. Made closed, at both ends."""
 
-    __slots__ = ("_heads", "_stages", "_tail", "_vocabulary", "accepted", "head", "slow", "tail", "texts", "write")
+    __slots__ = (
+        "_begins",
+        "_end",
+        "_size",
+        "_stages",
+        "_vocabulary",
+        "accepted",
+        "head",
+        "slow",
+        "tail",
+        "texts",
+        "write",
+    )
 
     def __init__(self, vocabulary: Sequence[bytes | None]) -> None:
         """``vocabulary``: by token id, the text as it stands between the quotes of a JSON string, or None."""
@@ -49,8 +50,9 @@ class Lane:
         self.accepted: list[int] = []
         self.slow: Slow
         self._stages: StageClock
-        self._heads: _Heads | None = None
-        self._tail = b""
+        self._begins: Sequence[bytes] = ()
+        self._end = b""
+        self._size = 0
 
     def join(self, accepted: list[int], stages: StageClock) -> None:
         """``accepted`` are the choice's tokens, which are added to here."""
@@ -62,11 +64,11 @@ class Lane:
             try:
                 text = self.texts[token_id]
                 if text is not None:
-                    write(b"".join((self._heads[len(text)], text, self._tail)))  # type: ignore[index]  # open, so set
+                    write(b"".join((self._begins[self._size + len(text)], self.head, text, self._end)))
                     self.accepted.append(token_id)
                     self._stages.touched = now
                     return
-            except IndexError:  # closed, or no token of ours
+            except IndexError:  # closed, or no token of ours, or a very long one
                 pass
             except RuntimeError:  # the connection is being closed
                 self.write = None
@@ -80,11 +82,10 @@ class Lane:
 
     def open_client(self, writer: Writer) -> None:
         """Has no effect before the first chunk of the choice."""
-        if not self.head:
-            return
-        if self._heads is None:
-            self._heads, self._tail = _Heads(writer, self.head, self.tail), self.tail + writer.end
-        self.write = writer.raw
+        if self.head:
+            self._begins, self._end = writer.begins, self.tail + writer.end
+            self._size = len(self.head) + len(self.tail)
+            self.write = writer.raw
 
     def close_client(self) -> None:
         self.write = None

@@ -83,7 +83,7 @@ class Legs:
         self._peers = peers
         self._attempt = attempt
         self._placement = placement = attempt.placement
-        request = attempt.request()
+        request = attempt.run.request
         self._request_id = request.request_id
         self._told: set[int] = set()
         self._cancelled: Cancelled | None = None
@@ -102,7 +102,7 @@ class Legs:
         self._prefill: PrefillLeg | None = None
         self._prefill = self._begin_prefill()  # may tell of a failure at once
         self._deadline = asyncio.get_running_loop().call_later(
-            max(request.deadline_s, 0.0), self.handle, DeadlineExceeded("the request's deadline has passed")
+            max(attempt.run.remaining_s(), 0.0), self.handle, DeadlineExceeded("the request's deadline has passed")
         )
 
     def _begin_prefill(self) -> PrefillLeg | None:

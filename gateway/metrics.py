@@ -23,7 +23,9 @@ class GatewayMetrics:
             return f"{METRIC_PREFIX}_gateway_{stem}"
 
         self.running = Gauge(name("num_requests_running"), "Requests being worked on.", registry=registry)
-        self.responses = Counter(name("http_responses"), "HTTP answers.", ("route", "status"), registry=registry)
+        self.responses = cache(
+            Counter(name("http_responses"), "HTTP answers.", ("route", "status"), registry=registry).labels
+        )
         self.aborts = Counter(
             name("client_aborts"), "Requests that ended because nobody read.", ("reason",), registry=registry
         )

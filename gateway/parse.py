@@ -80,14 +80,19 @@ def chat_job(body: ChatBody, model: ServedModel, limits: LimitsConfig) -> Job:
     param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     job = _job(body, model, limits, (Prompt(token_ids=prompt),), "messages", asked, param)
     num_logprobs = _num_logprobs((body.top_logprobs or 0) if body.logprobs else None, "top_logprobs", limits)
-    grammar = plan.constrained(job.sampling.grammar, job.grammar_member, model.dialect, ignores_eos=body.ignore_eos)
+    sampling, rules = job.sampling, job.rules
+    grammar = plan.constrained(sampling.grammar, job.grammar_member, model.dialect, ignores_eos=body.ignore_eos)
+    if num_logprobs is not None or grammar != sampling.grammar:
+        sampling = replace(sampling, logprobs=num_logprobs, grammar=grammar)
+    if plan.reads:
+        rules = replace(rules, shown_special=model.dialect.special_marks)
     return replace(
         job,
         is_chat=True,
         num_logprobs=num_logprobs,
-        sampling=replace(job.sampling, logprobs=num_logprobs, grammar=grammar),
+        sampling=sampling,
         grammar_member=job.grammar_member or "tools",
-        rules=replace(job.rules, shown_special=model.dialect.special_marks if plan.reads else frozenset()),
+        rules=rules,
         output=plan.rules if plan.reads else None,
     )
 

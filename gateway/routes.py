@@ -66,7 +66,7 @@ class Routes:
                 }
             )
 
-        await send_bytes(send, 200, await until_disconnect(receive, self._shelf.run(work, num_bytes=len(raw))))
+        await send_bytes(send, 200, await until_disconnect(scope, receive, self._shelf.run(work, num_bytes=len(raw))))
 
     async def detokenize(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         raw = await read_json_body(scope, receive, self._limits)
@@ -79,7 +79,7 @@ class Routes:
             token_ids = check_token_ids(body.tokens, model, "tokens")
             return orjson.dumps({"prompt": model.tokenizer.decode(token_ids, skip_special_tokens=False)})
 
-        await send_bytes(send, 200, await until_disconnect(receive, self._shelf.run(work, num_bytes=len(raw))))
+        await send_bytes(send, 200, await until_disconnect(scope, receive, self._shelf.run(work, num_bytes=len(raw))))
 
     # -- probes -------------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ What is no HTTP, too large a head or one that never ends is answered here, in th
 
 import asyncio
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from typing import Any
 
@@ -24,6 +24,7 @@ BACKLOG = 2048
 CLOSE_GRACE_S = 2
 KEEP_ALIVE_S = 75
 LINGER_S = 2.0
+TICK_S = 1.0
 
 
 class MalformedRequest(RequestError):
@@ -45,7 +46,24 @@ class Server(uvicorn.Server):
     """Uvicorn without its signal handlers: draining comes first and is ours."""
 
     def __init__(self, gateway: Gateway, config: GatewayConfig, certificate: Certificate | None = None) -> None:
+        self._stop = asyncio.Event()
         super().__init__(_ServerConfig(gateway, config, certificate))
+
+    @property
+    def should_exit(self) -> bool:
+        return self._stop.is_set()
+
+    @should_exit.setter
+    def should_exit(self, value: bool) -> None:
+        if value:
+            self._stop.set()
+
+    async def main_loop(self) -> None:
+        """Only the date of the answers changes while it serves: there is nothing to look for ten times a second."""
+        while not await self.on_tick(0):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S):
+                    await self._stop.wait()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -62,6 +80,7 @@ class _ServerConfig(uvicorn.Config):
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,
             backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=CLOSE_GRACE_S,
@@ -160,6 +179,7 @@ class DirectWriter:
     For event streams: there is one piece for each token, and this is all that there is to do for it.
     """
 
+    begins = tuple(b"%x\r\n" % size for size in range(1024))
     end = b"\r\n"
 
     def __init__(self, cycle: RequestResponseCycle, transport: _Lingering) -> None:
@@ -167,6 +187,7 @@ class DirectWriter:
         self._transport = transport
         self.raw = transport.write
         self.on_blocked: Callable[[], None] = _nothing
+        self.on_gone: Callable[[], None] = _nothing
 
     @property
     def is_ready(self) -> bool:
@@ -176,8 +197,19 @@ class DirectWriter:
             cycle.flow.write_paused or cycle.disconnected or cycle.response_complete or self._transport.is_closing()
         )
 
-    def begin(self, head: bytes, num_more: int) -> bytes:
-        return b"%x\r\n%b" % (len(head) + num_more, head)
+    def whole_body(self) -> bytes | None:
+        cycle = self._cycle
+        if cycle.more_body or cycle.disconnected:
+            return None
+        body, cycle.body = bytes(cycle.body), bytearray()
+        return body
+
+    def watch(self, on_gone: Callable[[], None]) -> None:
+        self.on_gone = on_gone
+        if self._cycle.disconnected:
+            on_gone()
+        else:
+            self._cycle.flow.resume_reading()  # who does not read does not hear of the end
 
     def write(self, piece: bytes) -> None:
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
@@ -216,10 +248,15 @@ class BoundedProtocol(HttpToolsProtocol):
         self._lingering.end()
         super().connection_lost(exc)
         self._tell_blocked()
+        self._tell_gone()
 
     def pause_writing(self) -> None:
         super().pause_writing()
         self._tell_blocked()
+
+    def _tell_gone(self) -> None:
+        for writer in tuple(self._writers):
+            writer.on_gone()
 
     def _tell_blocked(self) -> None:
         for writer in self._writers:
@@ -316,6 +353,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if not is_between:
             cycle.disconnected = True  # to the application the client is gone
             cycle.message_event.set()
+            self._tell_gone()
         self.transport.close()
 
     def _start_timer(self) -> None:

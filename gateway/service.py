@@ -26,6 +26,9 @@ from rpc.clients import RouterClient
 
 log = logging.getLogger(__name__)
 
+GC_EVERY = 10_000
+"""Objects more than before: hundreds of requests. Most of what a request makes goes with it, without a collection."""
+
 
 def run(
     config: ClusterConfig,
@@ -112,6 +115,7 @@ async def _serve(
     serving = loop.create_task(server.serve(sockets=[listener]), name="http-server")
     gc.collect()
     gc.freeze()  # the vocabulary stays: no collection need look at it
+    gc.set_threshold(GC_EVERY)
     try:
         log.info("listening", extra={"address": address, "models": [model.name for model in models]})
         addresses = {"http": address}

@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import orjson
 import tokenizers
@@ -25,6 +25,9 @@ from modelfiles.errors import ModelFileError
 REMEDY = "use a model with a byte-level BPE or byte-fallback tokenizer"
 
 _SPACES = re.compile(r"\s+")
+
+PLACELESS = frozenset({"ByteLevel", "Digits", "Sequence", "Split"})
+"""Kinds of pre-tokenizers to which the beginning of a text is a place like any other."""
 
 Alphabet = Literal["byte_level", "byte_fallback"]
 
@@ -49,6 +52,8 @@ class Tokenizer:
         self.added = AddedTexts(self._added)
         """Texts of all added tokens (special or not): what user content must never be parsed as."""
         self._strips = {one["content"]: (one["lstrip"], one["rstrip"]) for one in parsed["added_tokens"]}
+        self._is_piecewise = _is_piecewise(parsed)
+        self._known: dict[str, tuple[int, ...]] = {}
         self._strips_leading_space = _strips_leading_space(parsed["decoder"])
         vocab = full.get_vocab(with_added_tokens=True)
         self.num_tokens = max(vocab.values()) + 1
@@ -61,8 +66,42 @@ class Tokenizer:
 
         `add_special_tokens` adds what the model's files ask for around a text (a BOS, say); for many models nothing.
         """
+        if parse_special and self._known and not add_special_tokens:
+            return self._encode_around_known(text)
+        return self._encode_whole(text, parse_special=parse_special, add_special_tokens=add_special_tokens)
+
+    def _encode_whole(self, text: str, *, parse_special: bool, add_special_tokens: bool = False) -> list[int]:
         encoder = self._full if parse_special else self._plain
         ids: list[int] = encoder.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def remember(self, text: str, user_text: str) -> None:
+        """Keeps the ids of what stands between the special tokens of a rendered conversation and is not the user's: the
+        template's own words, the same in every prompt. Nothing that a user wrote is kept, whose repetition would show
+        in the time that it takes."""
+        if not self._is_piecewise:
+            return
+        position = 0
+        for match in [*self.added.occurrences(text), None]:
+            piece = text[position : match.start() if match else len(text)]
+            if piece and user_text not in piece:
+                self._known[piece] = tuple(self._encode_whole(piece, parse_special=False))
+            position = match.end() if match else len(text)
+
+    def _encode_around_known(self, text: str) -> list[int]:
+        ids: list[int] = []
+        position = 0
+        known = self._known
+        for match in self.added.occurrences(text):
+            start = match.start()
+            if start > position:
+                piece = text[position:start]
+                ids += known.get(piece) or self._encode_whole(piece, parse_special=False)
+            ids.append(self._added[match[0]])
+            position = match.end()
+        if position < len(text):
+            piece = text[position:]
+            ids += known.get(piece) or self._encode_whole(piece, parse_special=False)
         return ids
 
     def encode_marked(self, text: str, mark: str) -> list[int]:
@@ -170,16 +209,24 @@ def _byte_fallback_bytes(text: str) -> bytes:
     return bytes([int(match[1], 16)]) if match else text.replace("\u2581", " ").encode("utf-8")
 
 
-def _steps(decoder: object) -> list[dict[str, object]]:
-    """A decoder and what it is made of."""
+def _steps(decoder: object, members: str = "decoders") -> list[dict[str, object]]:
+    """A decoder (or another component) and what it is made of."""
     steps: list[dict[str, object]] = []
     pending = [decoder]
     while pending:
         one = pending.pop()
         if isinstance(one, dict):
             steps.append(one)
-            pending += one.get("decoders", [])
+            pending += one.get(members, [])
     return steps
+
+
+def _is_piecewise(parsed: dict[str, Any]) -> bool:
+    """Whether added tokens are found as they stand, and text between them is encoded without regard to its place."""
+    plain = ("normalized", "single_word", "lstrip", "rstrip")
+    kinds = {step.get("type") for step in _steps(parsed["pre_tokenizer"], "pretokenizers")}
+    has_plain_tokens = not any(one[flag] for one in parsed["added_tokens"] for flag in plain)
+    return has_plain_tokens and parsed["normalizer"] is None and kinds <= PLACELESS
 
 
 def _strips_leading_space(decoder: object) -> bool:

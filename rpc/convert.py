@@ -19,10 +19,11 @@ A field without a partner on either side fails at import. An unset enum where a 
 raises InvalidRequest. Bad values from a peer never become an internal error.
 """
 
+import operator
 import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -72,36 +73,57 @@ def _compile(cls: type) -> tuple[Encode, Decode]:
     if set(names) != set(descriptors):
         raise TypeError(f"{cls.__name__}: fields differ from the message's: {sorted(set(names) ^ set(descriptors))}")
     codecs = [(name, *_field_codec(hints[name], descriptors[name])) for name in names]
+    encoders = [
+        (name, encode_field, descriptors[name].has_presence or descriptors[name].enum_type is not None)
+        for name, encode_field, _ in codecs
+    ]
+    values_of = _getter(names)
+    plain = [name for name, _, decode_field in codecs if decode_field is None]
+    plain_of = _getter(plain)
+    decoders = [(name, decode_field) for name, _, decode_field in codecs if decode_field is not None]
 
     def encode(value: Any) -> Any:
         content = {}
-        for name, encode_field, _ in codecs:
-            field = getattr(value, name)
-            if field is not None:
-                content[name] = encode_field(field)
+        for (name, encode_field, is_always_said), field in zip(encoders, values_of(value), strict=True):
+            # Most fields are zero or empty, which on the wire is their absence.
+            if field or (is_always_said and field is not None):
+                content[name] = field if encode_field is _identity else encode_field(field)
         return message_type(**content)
 
     def decode(message: Any) -> Any:
-        return cls(**{name: decode_field(message) for name, _, decode_field in codecs})
+        content = dict(zip(plain, plain_of(message), strict=True))
+        for name, decode_field in decoders:
+            content[name] = decode_field(message)
+        return cls(**content)
 
     return encode, decode
+
+
+def _getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
+    """All of these attributes, in one call."""
+    if not names:
+        return lambda value: ()
+    if len(names) == 1:
+        get = operator.attrgetter(names[0])
+        return lambda value: (get(value),)
+    return operator.attrgetter(*names)
 
 
 _codec: Callable[[Any], tuple[Encode, Decode]] = cache(_compile)
 
 
-def _field_codec(hint: Any, field: Any) -> tuple[Encode, Decode]:
-    """(encode the value, read it from the whole message)."""
+def _field_codec(hint: Any, field: Any) -> tuple[Encode, Decode | None]:
+    """(encode the value, read it from the whole message; None: it is the message's attribute)."""
     name = field.name
     hint, is_optional = _strip_optional(hint)
     if field.is_repeated:
         item = typing.get_args(hint)[0]
         encode, decode = _item_codec(item, field)
         if decode is _identity:
-            return (_identity, lambda message: tuple(getattr(message, name)))
+            return (_identity, lambda message: tuple(getattr(message, name)[:]))
         return (
             lambda values: [encode(value) for value in values],
-            lambda message: tuple([decode(value) for value in getattr(message, name)]),
+            lambda message: tuple([decode(value) for value in values]) if (values := getattr(message, name)) else (),
         )
     encode, decode = _item_codec(hint, field)
     if field.has_presence and (is_optional or field.message_type is not None):
@@ -119,7 +141,7 @@ def _field_codec(hint: Any, field: Any) -> tuple[Encode, Decode]:
     if is_optional:  # "" or enum 0 stands for None
         return encode, lambda message: decode(getattr(message, name)) if getattr(message, name) else None
     if decode is _identity:
-        return encode, lambda message: getattr(message, name)
+        return encode, None
     return encode, lambda message: decode(getattr(message, name))
 
 
@@ -143,12 +165,14 @@ def _tuple_codec(hint: Any, field: Any) -> tuple[Encode, Decode]:
     arguments = typing.get_args(hint)
     if arguments[-1] is Ellipsis:  # tuple[int, ...] is a message with one repeated field
         part = parts[0].name
-        return (lambda value: message_type(**{part: value}), lambda message: tuple(getattr(message, part)))
+        return (lambda value: message_type(**{part: value}), lambda message: tuple(getattr(message, part)[:]))
     assert len(parts) == len(arguments), f"{field.full_name}: {len(arguments)} parts expected"
     codecs = [(part.name, *_field_codec(argument, part)) for part, argument in zip(parts, arguments, strict=True)]
     return (
         lambda value: message_type(**{name: enc(item) for (name, enc, _), item in zip(codecs, value, strict=True)}),
-        lambda message: tuple([decode(message) for _, _, decode in codecs]),
+        lambda message: tuple(
+            [getattr(message, name) if decode is None else decode(message) for name, _, decode in codecs]
+        ),
     )
 
 

@@ -77,7 +77,7 @@ class ConsoleRoutes:
             raise QueueFull(f"{MAX_VIEWERS} consoles look at this gateway already: close one of them")
         self._num_viewers += 1
         try:
-            await until_disconnect(receive, self._follow(exchange, send))
+            await until_disconnect(scope, receive, self._follow(exchange, send))
         finally:
             self._num_viewers -= 1
 

@@ -117,6 +117,7 @@ async def test_a_stop_string_or_asked_ids_close_it(monkeypatch: pytest.MonkeyPat
 class Rig:
     """A lane between a list of what was written and a list of what went the long way."""
 
+    begins = tuple(b"%d " % size for size in range(20))
     end = b"!"
 
     def __init__(self) -> None:
@@ -130,8 +131,11 @@ class Rig:
         self.lane.join([], self.stages)
         self.lane.slow = lambda index, token_id, now: self.slow.append((index, token_id))
 
-    def begin(self, head: bytes, num_more: int) -> bytes:
-        return b"%d %b" % (len(head) + num_more, head)
+    def whole_body(self) -> bytes | None:
+        raise AssertionError
+
+    def watch(self, on_gone: Callable[[], None]) -> None:
+        raise AssertionError
 
     def write(self, piece: bytes) -> None:
         raise AssertionError

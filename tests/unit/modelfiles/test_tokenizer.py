@@ -7,8 +7,9 @@ from functools import cache
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
 
-from modelfiles import ChatMessage, ChatTemplate, ModelFileError, ModelFiles, TemplateError, open_model
+from modelfiles import ChatMessage, ChatTemplate, ModelFileError, ModelFiles, TemplateError, Tokenizer, open_model
 from tests.support.tiny_tokenizer import EOS_TEXT, START_TEXT, rust_tokenizer, tiny_tokenizer
 
 TINY = tiny_tokenizer()
@@ -169,3 +170,43 @@ def test_special_tokens_around_a_text_are_added_only_when_asked_for() -> None:
     tokenizer = Tokenizer(rust, "t")
     plain = tokenizer.encode("hello", parse_special=True)
     assert tokenizer.encode("hello", parse_special=True, add_special_tokens=True) == [0, *plain]
+
+
+@given(
+    st.lists(st.sampled_from([START_TEXT, EOS_TEXT, "hello", " wor", "\n", "system\nBe brief", "é", "7"]), max_size=12)
+)
+def test_what_a_template_says_may_be_remembered(pieces: list[str]) -> None:
+    """A piece between special tokens has the same ids by itself and within the whole."""
+    rendered = f"{START_TEXT}system\nBe brief{EOS_TEXT}\n{START_TEXT}user\nsecret{EOS_TEXT}\n"
+    fresh, knowing = Tokenizer(rust_tokenizer(), "fresh"), Tokenizer(rust_tokenizer(), "knowing")
+    knowing.remember(rendered, "secret")
+    text = "".join(pieces)
+    for one in (text, rendered + text, rendered):
+        assert knowing.encode(one, parse_special=True) == fresh.encode(one, parse_special=True)
+
+
+@given(st.lists(st.one_of(st.text(), st.sampled_from(["<|im_start|>", "<|im_end|>", "<|endoftext|>", " 12\n"]))))
+def test_the_default_model_gives_the_same_ids_in_pieces_and_as_a_whole(pieces: list[str]) -> None:
+    tokenizer = smollm().tokenizer()
+    text = "".join(["<|im_start|>user\n", *pieces])
+    assert tokenizer._encode_around_known(text) == tokenizer._encode_whole(text, parse_special=True)
+
+
+def test_the_default_model_remembers_nothing_of_a_user() -> None:
+    tokenizer = open_model("smollm2-135m-instruct").tokenizer()
+    template = smollm().chat_template()
+    assert template is not None
+    rendered = template.encode(tokenizer, user("secret"))
+    tokenizer.remember(rendered.text, "secret")
+    assert any("helpful" in piece for piece in tokenizer._known)
+    assert not any("secret" in piece for piece in tokenizer._known)
+    assert template.encode(tokenizer, user("secret")) == rendered
+    assert template.encode(tokenizer, user(f"other {EOS_TEXT}")).token_ids.count(2) == rendered.token_ids.count(2)
+
+
+def test_a_tokenizer_to_which_the_beginning_is_a_special_place_remembers_nothing() -> None:
+    built = rust_tokenizer()
+    built.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer = Tokenizer(built, "first")
+    tokenizer.remember(f"{START_TEXT}system", "secret")
+    assert not tokenizer._known
