@@ -1,19 +1,23 @@
 """What workers will have to do: their own reports, and the router's estimates for what they cannot have reported yet.
 
 A worker's report is the truth about everything that has reached it. A placement made since (or just before) that report
-is not in it; the router adds an estimate until a later report covers it, its end is reported, or it expires. Estimates
-are lost harmlessly: when the router restarts, the next reports replace them.
+is not in it; the router adds an estimate until a later report covers it, its end is reported, or it expires. What
+should have been read since is taken off (router/progress.py). Estimates are lost harmlessly: when the router restarts,
+the next reports replace them.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from core.clock import Clock
 from core.ids import GatewayId, Incarnation, PlacementId, WorkerId
-from core.types import PlaceRequest, WorkerAddress, WorkerRegistration, WorkerStatus
+from core.types import Mode, PlaceRequest, Role, WorkerAddress, WorkerRegistration, WorkerStatus
+from router.break_even import queue_s
+from router.costs import Costs
 from router.policy import Candidate, Path
+from router.progress import Progress
 
 ARRIVAL_S = 0.1
 """A request placed this long before a report may still have been on its way to the worker."""
@@ -21,6 +25,9 @@ EXPIRY_MARGIN_S = 5.0
 """An estimate outlives its request's deadline by this; by then the request has ended, reported or not."""
 TOLD_S = 0.03
 """An end is told so long after the worker has seen it: a report in between does not contain what has ended."""
+
+NUM_GRADES = 50
+"""What is left of a queue is told in so many grades."""
 
 WorkerKey = tuple[WorkerId, Incarnation]
 
@@ -111,6 +118,16 @@ class _Known(NamedTuple):
     candidate: Candidate
 
 
+class _Shown(NamedTuple):
+    """What was made of a candidate whose worker reads."""
+
+    told: Candidate
+    costs: Costs
+    per_s: float
+    """Tokens of prompts, by these costs."""
+    candidate: Candidate
+
+
 class LoadBook:
     """The reservations, by placement. Used by one event loop."""
 
@@ -122,7 +139,11 @@ class LoadBook:
         self._extras: dict[WorkerKey, _Extra] = defaultdict(_Extra)
         self._known: dict[WorkerKey, _Known] = {}
         """Most workers are as they were at the last decision."""
+        self._progress: dict[WorkerKey, Progress] = {}
+        self._shown: dict[WorkerKey, _Shown] = {}
         self._refused_at: dict[WorkerKey, float] = {}
+        self.num_since: dict[tuple[str, Mode], int] = defaultdict(int)
+        """Placements of a model since the last one in this mode."""
         self._promised: dict[WorkerKey, int] = defaultdict(int)
         """Blocks at decode workers of all open placements."""
 
@@ -153,8 +174,12 @@ class LoadBook:
         if path.prefill is not None and prefill != decode:
             num_blocks = path.prefill.blocks_for(request.num_prompt_tokens)
             self._extras[prefill].add(placement_id, _Share(now, num_new, num_blocks, 1))
+        if prefill in self._progress:
+            self._progress[prefill].left += num_new
         for key in {prefill, decode}:
             self._num_placed[key] += 1
+        for mode in Mode:
+            self.num_since[request.model, mode] = 0 if mode is path.mode else self.num_since[request.model, mode] + 1
 
     def release(self, placement_id: PlacementId, *, was_refused: bool = False) -> Reservation | None:
         """The placement is over. None if it was not known (any more): harmless, a repeated or late report.
@@ -192,17 +217,57 @@ class LoadBook:
         ]
         for placement_id in gone:
             self.release(placement_id)
-        for book in (self._num_placed, self._extras, self._known, self._refused_at, self._promised):
+        for book in (
+            self._num_placed,
+            self._extras,
+            self._known,
+            self._progress,
+            self._shown,
+            self._refused_at,
+            self._promised,
+        ):
             for key in book.keys() - living:
                 del book[key]
         return len(gone)
 
-    def candidates(self, workers: Iterable[WorkerStatus]) -> tuple[Candidate, ...]:
-        """The policy's view: reports with what they cannot contain yet."""
+    def candidates(self, workers: Iterable[WorkerStatus], costs: Costs) -> tuple[Candidate, ...]:
+        """The policy's view: reports with what they cannot contain yet, without what has been read since."""
         now = self._clock.now()
-        return tuple(self._candidate(worker, now) for worker in workers)
+        return tuple(self._less_read(worker, self._told(worker, now), costs, now) for worker in workers)
 
-    def _candidate(self, worker: WorkerStatus, now: float) -> Candidate:
+    def _less_read(self, worker: WorkerStatus, told: Candidate, costs: Costs, now: float) -> Candidate:
+        """A candidate is made anew only when what is left has changed by much: most decisions find it as it was."""
+        if told.model not in costs.measured:
+            return told
+        told_at, num_known = now - worker.heartbeat_age_s, told.queued_prompt_tokens
+        progress = self._progress.get(told.key)
+        if progress is None:
+            progress = self._progress[told.key] = Progress(at=told_at, report=worker.load, left=num_known)
+        if not num_known:
+            progress.idle(worker.load, now=now)
+            return told
+        shown = self._shown.get(told.key)
+        if shown is None or shown.told is not told or shown.costs is not costs:
+            num_rows = 0 if told.role is Role.PREFILL else told.num_requests
+            per_s = num_known / queue_s(costs, told, num_rows=num_rows)
+            last = shown.candidate if shown is not None and shown.told is told else told
+            shown = self._shown[told.key] = _Shown(told, costs, per_s, last)
+        left = progress.look(
+            worker.load,
+            told_at=told_at,
+            now=now,
+            num_known=num_known,
+            max_step_tokens=told.max_step_tokens,
+            per_s=shown.per_s,
+        )
+        unit = max(1, num_known // NUM_GRADES)
+        left = min(num_known, -(-left // unit) * unit)
+        if shown.candidate.queued_prompt_tokens != left:
+            candidate = told if left == num_known else replace(told, queued_prompt_tokens=left)
+            shown = self._shown[told.key] = shown._replace(candidate=candidate)
+        return shown.candidate
+
+    def _told(self, worker: WorkerStatus, now: float) -> Candidate:
         registration, load = worker.registration, worker.load
         key = (registration.worker_id, registration.incarnation)
         num_placed, extra = self._num_placed.get(key, 0), _NOTHING

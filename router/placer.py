@@ -68,13 +68,14 @@ class Placer:
         workers = self._registry.workers()
         wanted = {(pool.model, pool.role) for pool in self._pools.sizes() if pool.replicas > 0}
         present = {(w.registration.model.name, w.registration.role) for w in workers if w.state is not WorkerState.LOST}
-        pools = frozenset(wanted | present)
+        pools, costs = frozenset(wanted | present), self._costs.costs()
         return Snapshot(
-            candidates=self._load.candidates(workers),
+            candidates=self._load.candidates(workers, costs),
             pools=pools,
             absent=self._absences.look(pools, workers),
             overlaps=self._prefixes.overlaps(request.block_hashes) if request is not None else {},
-            costs=self._costs.costs(),
+            costs=costs,
+            num_since=self._load.num_since,
         )
 
     def place_now(self, request: PlaceRequest) -> Placement | Shortfall:
@@ -104,13 +105,7 @@ class Placer:
     def _choose(self, request: PlaceRequest, snapshot: Snapshot) -> Choice | Shortfall:
         """The best path of all, if it has room; else the best of those that have."""
         choice = decide(request, snapshot, self._settings)
-        room = Room(
-            request=request,
-            snapshot=snapshot,
-            settings=self._settings,
-            limits=self._room_limits,
-            ages=self._registry.ages(),
-        )
+        room = Room(request=request, snapshot=snapshot, settings=self._settings, limits=self._room_limits)
         if isinstance(choice, Shortfall) or room.has_path(choice.path):
             return choice
         other = decide(request, room.narrowed(), self._settings)

@@ -63,6 +63,9 @@ class Reason(StrEnum):
     """Set by the waiting room: nothing else came, so a worker that had failed this request gets another try."""
 
 
+OVERDUE = 0.5
+"""When so many times as many requests as explore one time have not, the next one does: chance alone might not try what
+has become cheaper for hundreds."""
 FALLBACKS = frozenset({Reason.PREFILL_MISSING, Reason.PAIR_EXCLUDED, Reason.PAIR_BROKEN})
 """Local because it could not be split."""
 
@@ -95,7 +98,8 @@ def decide(request: PlaceRequest, snapshot: Snapshot, settings: PolicySettings) 
     )
     decodes = [c for c in usable if c.role is Role.DECODE]
     prefills = [c for c in usable if c.role is Role.PREFILL] if wants_split else []
-    hosts = [c for c in usable if c.role is Role.UNIFIED] + ([] if wants_split else decodes)
+    readers = [d for d in decodes if not d.is_reading_enough]
+    hosts = [c for c in usable if c.role is Role.UNIFIED] + ([] if wants_split else readers)
 
     pairs = [(p, d) for p in prefills for d in decodes if p.format_hash == d.format_hash]
     excluded = set(request.excluded_pairs)
@@ -105,26 +109,25 @@ def decide(request: PlaceRequest, snapshot: Snapshot, settings: PolicySettings) 
     scores = Scores(request, snapshot, settings)
     holder = _holder(request, members)
     if holder is not None:
-        readers = [d for d in decodes if d.format_hash == holder.format_hash and _is_whole(holder, d)]
-        held = [scores.held(holder, d) for d in readers if _pair_of(holder, d) not in excluded]
+        takers = [d for d in decodes if d.format_hash == holder.format_hash and _is_whole(holder, d)]
+        held = [scores.held(holder, d) for d in takers if _pair_of(holder, d) not in excluded]
         if held:
             return _pick(request, held, snapshot, settings, reason=Reason.HELD)
     splits = scores.splits(good)
-    if splits and settings.is_weighing and request.model in snapshot.costs.measured:
-        locals_ = [scores.local(c) for c in (*hosts, *decodes)]
+    if splits and (hosts or readers) and settings.is_weighing and request.model in snapshot.costs.measured:
+        locals_ = [scores.local(c) for c in (*hosts, *readers)]
         return _cheaper(request, splits, locals_, snapshot, settings)
     if paths := splits + [scores.local(c) for c in hosts]:
         return _pick(request, paths, snapshot, settings)
     if pairs and not settings.may_fall_back(request):
         left = scores.splits(whole or pairs)
         return _pick(request, left, snapshot, settings, reason=Reason.ONLY_PAIR_LEFT)
-    if pairs:
-        ends = {d.address.worker_id: d for _, d in pairs}.values()
+    if ends := {d.address.worker_id: d for _, d in pairs if not d.is_reading_enough}.values():
         reason = Reason.PAIR_EXCLUDED if len(whole) == len(pairs) else Reason.PAIR_BROKEN
         return _pick(request, [scores.local(d) for d in ends], snapshot, settings, reason=reason)
     is_missing = not prefills and _is_prefill_missing(request, members, snapshot)
-    if decodes and is_missing and settings.may_fall_back(request):
-        locals_ = [scores.local(d) for d in decodes]
+    if readers and is_missing and settings.may_fall_back(request):
+        locals_ = [scores.local(d) for d in readers]
         return _pick(request, locals_, snapshot, settings, reason=Reason.PREFILL_MISSING)
     return shortfall(request, members, needed_roles(request.model, snapshot, wants_split=wants_split), settings)
 
@@ -162,8 +165,10 @@ def _cheaper(
     weighed = [
         replace(way, prediction=replace(way.prediction, cost_s=cost_s)) for way, cost_s in zip(ways, costs, strict=True)
     ]
-    is_exploring = request.attempt == 1 and explores(request.request_id, share=settings.explore, seed=settings.seed)
-    if is_exploring and costs[1 - best] <= WORST * costs[best]:
+    num_without = snapshot.num_since.get((request.model, ways[1 - best].path.mode), 0)
+    is_overdue = settings.explore * num_without >= OVERDUE
+    is_exploring = is_overdue or explores(request.request_id, share=settings.explore, seed=settings.seed)
+    if is_exploring and request.attempt == 1 and costs[1 - best] <= WORST * costs[best]:
         return weighed[1 - best].over(weighed[best], Reason.EXPLORED)
     if best == 1:
         return weighed[1].over(weighed[0], Reason.LOCAL_CHEAPER)

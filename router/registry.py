@@ -207,13 +207,8 @@ class Registry:
         """The stream of each member."""
         return {worker_id: member.membership for worker_id, member in self._members.items()}
 
-    def ages(self) -> dict[WorkerId, float]:
-        """Seconds since each worker's last report."""
-        now = self._clock.now()
-        return {worker_id: now - member.heard_at for worker_id, member in self._members.items()}
-
     def heard_at(self, worker_id: WorkerId) -> float:
-        """When the worker's load was reported last, on the router's clock."""
+        """When the worker reported its load last, on the router's clock."""
         return self._members[worker_id].heard_at
 
     def models(self) -> tuple[ModelRecord, ...]:

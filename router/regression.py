@@ -21,6 +21,8 @@ _SURPRISE = log(1.5)
 _DRIFT = 0.7
 _DRIFT_RATE = 0.4
 """... (this share, with this weight of the latest: three in a row; fewer are outliers), things have changed."""
+_MUCH = log(2.5)
+"""What is faster by so much counts twice: a machine may stand still for a moment, but nothing is quick by accident."""
 _FAR = 4.0
 """A prediction that is off by more than this factor says nothing about weights."""
 _LEAST = _LEAST_S = 1e-6
@@ -49,7 +51,8 @@ class Evidence:
         holds no more: whoever shares it should ``fade``."""
         error = log(max(seconds, _LEAST_S) / max(predicted_s, _LEAST_S))
         side = (error > _SURPRISE) - (error < -_SURPRISE)
-        self._drift += _DRIFT_RATE * (side - self._drift)
+        for _ in range(2 if error < -_MUCH else 1):
+            self._drift += _DRIFT_RATE * (side - self._drift)
         if abs(self._drift) <= _DRIFT:
             return False
         self._drift = 0.0

@@ -3,17 +3,18 @@
 Beyond this point work queues up inside workers, where nobody weighs tenants and classes any more, and where what was
 computed waits for somebody to take it. So a prefill worker is given no more than ``prefill_backlog_s`` of prompts
 ahead, and nothing while decode workers do not take what it holds; and a decode worker nothing that its KV blocks or its
-batch have no place for: prefill is held back when decode is the bottleneck. An empty worker always has room. Pure.
+batch have no place for: prefill is held back when decode is the bottleneck. An empty worker always has room, and one
+that holds a part of the prompt has more: a request may wait there for as long as that spares. Pure.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
-from core.ids import WorkerId
 from core.priority import PriorityClass
 from core.types import PlaceRequest, Role
-from router.costs import Costs
+from router.costs import Costs, num_pairs
 from router.policy import Candidate, Path, PolicySettings, Snapshot, is_usable
+from router.scores import num_cached_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +38,6 @@ class Room:
     snapshot: Snapshot
     settings: PolicySettings
     limits: RoomLimits
-    ages: Mapping[WorkerId, float] = field(default_factory=dict)
-    """Seconds since a worker's report: it has worked on what it told."""
 
     def has_path(self, path: Path) -> bool:
         """Whether every worker of the path has room for its part. What is held already needs none where it is."""
@@ -47,16 +46,20 @@ class Room:
         return not self.lacks(path.decode) and (path.is_held or not self.lacks(path.prefill))
 
     def narrowed(self) -> Snapshot:
-        """The snapshot of those who have room (and of whoever holds what is asked for)."""
+        """The snapshot of those who have room (and of whoever holds what is asked for), each for what it has room
+        for."""
         held = self.request.held
         is_local = self.settings.mode == "local" or (self.request.model, Role.PREFILL) not in self.snapshot.pools
-        roomy = tuple(
-            each
-            for each in self.snapshot.candidates
-            if each.model == self.request.model
-            and ((held is not None and each.address == held.holder) or not self.lacks(each, reads=is_local))
-        )
-        return replace(self.snapshot, candidates=roomy)
+        roomy: list[Candidate] = []
+        for each in self.snapshot.candidates:
+            if each.model != self.request.model:
+                continue
+            if held is not None and each.address == held.holder:
+                roomy.append(each)
+            elif not self.lacks(each, reads=is_local):
+                is_full = each.role is Role.DECODE and bool(self.lacks(each, reads=True))
+                roomy.append(replace(each, is_reading_enough=True) if is_full else each)
+        return replace(self.snapshot, candidates=tuple(roomy))
 
     def message(self) -> str:
         """Which workers lack what."""
@@ -71,14 +74,22 @@ class Room:
             return ""
         return next(self._lacks(worker, reads=reads), "")
 
+    def _spared_s(self, worker: Candidate) -> float:
+        """What the prompt would take elsewhere, and does not take there for what the worker holds of it."""
+        num_cached = num_cached_tokens(worker, self.request.num_prompt_tokens, self.snapshot)
+        if not num_cached:
+            return 0.0
+        law = self.snapshot.costs.of(worker.address)
+        return law.prompt_s(num_cached, num_pairs(num_cached, 0))
+
     def _lacks(self, worker: Candidate, *, reads: bool) -> Iterator[str]:
         limits, num_tokens = self.limits, self.request.num_prompt_tokens
         more = 2 if PriorityClass.of(self.request.priority) is PriorityClass.HIGH else 1
         if worker.is_refusing:
             yield "has just refused a request"
         if worker.role is Role.PREFILL or worker.role is Role.UNIFIED or reads:
-            told_s = prefill_backlog_s(worker, self.snapshot.costs)
-            backlog_s, most_s = told_s - self.ages.get(worker.address.worker_id, 0.0), limits.prefill_backlog_s * more
+            backlog_s = prefill_backlog_s(worker, self.snapshot.costs)
+            most_s = limits.prefill_backlog_s * more + self._spared_s(worker)
             if backlog_s > most_s:
                 yield f"has {backlog_s:.1f} s of prompts to read ({most_s:g} s may wait there)"
         if worker.role is Role.PREFILL:

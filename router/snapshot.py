@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from core.ids import Incarnation, WorkerId
-from core.types import PlaceRequest, Role, WorkerAddress, WorkerState
+from core.types import Mode, PlaceRequest, Role, WorkerAddress, WorkerState
 from router.break_even import Weights
 from router.costs import Costs
 
@@ -27,6 +27,7 @@ class Candidate:
     used_blocks: int = 0
     """Blocks that nobody else can have: in custody, in use, leased or promised."""
     queued_prompt_tokens: int = 0
+    """Not computed yet, as far as can be known."""
     num_requests: int = 0
     """Running and waiting."""
     num_placed: int = 0
@@ -39,6 +40,8 @@ class Candidate:
     """Of a decode worker: for all that was placed on it and has not ended, whether or not it has given them yet."""
     is_refusing: bool = False
     """It has refused a request for lack of room since its last report."""
+    is_reading_enough: bool = False
+    """A decode worker that is given no prompt to read now, but may be handed one that another has read."""
     place: tuple[str, str, str] = ("", "", "")
     """Zone, rack, host; empty where unknown."""
     broken_pairs: frozenset[tuple[WorkerId, Incarnation]] = frozenset()
@@ -62,6 +65,8 @@ class Snapshot:
     overlaps: Mapping[tuple[WorkerId, Incarnation], int] = field(default_factory=dict)
     """Blocks at the front of this request that a worker holds, or is about to; none where it is not named."""
     costs: Costs = field(default_factory=Costs)
+    num_since: Mapping[tuple[str, Mode], int] = field(default_factory=dict)
+    """Placements of a model since the last one in this mode."""
     absent: frozenset[tuple[str, Role]] = frozenset()
     """Of ``pools``, those without a ready worker for longer than a start takes."""
 
@@ -78,7 +83,7 @@ class PolicySettings:
     distance_s: float = 0.005
     """What each level that a pair is apart costs: another host, another rack, another zone."""
     explore: float = 0.0
-    """Share of requests that explore; ``seed`` and their id say which."""
+    """Share of requests that explore; ``seed`` and their id say which, and one does when many have gone without."""
     seed: int = 0
     fallback: Literal["allow", "when_short", "deny"] = "allow"
     fallback_tokens: int = 1024

@@ -23,6 +23,8 @@ _PAUSE_S = 0.05
 _WORDS = range(2, 250)
 _NO_WORD = ("cut", "nobody there")
 """A connection that ended, or could not be made: what the clients of a gateway see that is ended."""
+_LEAVING = "draining"
+"""What a gateway that is to end says to those who come then: 503, try again."""
 
 WAYS: tuple[dict[str, Any], ...] = (
     {"temperature": 0, "stream": True},
@@ -215,6 +217,7 @@ class Callers:
     def _judge(self, number: int, answer: Answer) -> None:
         question = self._asked[number]
         is_known = answer.error in ERRORS_BY_SLUG and answer.error != "internal_error"
+        is_known |= answer.error == _LEAVING and self.cut_is_expected
         if answer.error in _NO_WORD and not self.cut_is_expected:
             self.damage.append(f"{answer.error}, after {answer.token_ids}")
         elif answer.error not in ("", *_NO_WORD) and not is_known:

@@ -159,6 +159,23 @@ def test_a_small_share_takes_the_other_way_and_says_so() -> None:
     assert all(str(c.runner_up) == "local:d0" for c in explored)
 
 
+def test_what_has_not_been_tried_for_long_is_tried() -> None:
+    """Chance alone might leave it alone for hundreds of requests."""
+    workers = pair()
+    costs = known(*workers)
+    length, settings = crossover(costs, workers) // 2, replace(OPEN, explore=0.02)
+
+    def reason(**num_since: int) -> str:
+        since = {(MODEL, Mode(mode)): number for mode, number in num_since.items()}
+        cell = replace(snapshot(*workers, costs=costs), num_since=since)
+        outcome = decide(make_request("r1", num_prompt_tokens=length), cell, settings)
+        assert isinstance(outcome, Choice)
+        return outcome.reason
+
+    assert [reason(split=number) for number in (0, 24, 25)] == ["local_cheaper", "local_cheaper", "explored"]
+    assert reason(local=1000) == "local_cheaper"
+
+
 def test_who_explores_is_a_function_of_seed_and_request() -> None:
     ids = [f"r{number}" for number in range(500)]
     chosen = [each for each in ids if explores(each, share=0.1, seed=1)]

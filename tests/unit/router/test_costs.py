@@ -188,6 +188,16 @@ def test_a_machine_that_stood_still_for_two_steps_changes_nothing_much() -> None
         assert prefill_s(machine.book, P0, length) == pytest.approx(was, rel=0.1)
 
 
+def test_two_steps_that_are_much_quicker_are_believed() -> None:
+    """Nothing is quick by accident. A worker that was slow is tried seldom."""
+    machine = Machine()
+    for _ in range(10):
+        machine.book.learn(P0, machine.mixed())
+    quick = CostSamples(steps=tuple(replace(s, seconds=s.seconds / 4) for s in machine.prompts(400, 900).steps))
+    machine.book.learn(P0, quick)
+    assert prefill_s(machine.book, P0, 900) < true_s(900) / 2
+
+
 def test_nothing_that_is_no_time_is_learned() -> None:
     machine = Machine()
     machine.book.learn(P0, machine.mixed())
