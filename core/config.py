@@ -86,9 +86,9 @@ class PoolConfig(_Section):
     max_mixed_tokens: int = Field(default=256, ge=1)
     """Prompt tokens of a step in which answers advance too: bounds what a prompt adds to the time between two
     tokens."""
-    device: Literal["cpu", "interpreter"] = "cpu"
-    """Where its workers compute. ``interpreter`` runs the kernels of a GPU on a CPU, thousands of times slower, for
-    tests. No worker runs on a GPU yet: its blocks would be handed over without fences and digests of that memory."""
+    device: Literal["cpu", "cuda", "interpreter"] = "cpu"
+    """Where its workers compute: each on one core, or each on one NVIDIA GPU. ``interpreter`` runs the kernels of a GPU
+    on a CPU, thousands of times slower, for tests."""
     num_threads: int = Field(default=1, ge=1)
     """CPU threads of one worker. One, pinned, is fastest on shared cores."""
     resources: Resources = Resources()
@@ -101,6 +101,9 @@ class KVConfig(_Section):
     memory_bytes: int | Literal["auto"] = "auto"
     """Size of the KV pool of one worker, when ``num_blocks`` is ``auto``. ``auto`` on CPU: 2 GiB, at most 1/8 of the
     memory."""
+    memory_fraction: float = Field(default=0.9, gt=0, le=1)
+    """Of a GPU's memory, what its worker may take: weights, steps and, with what is left, KV, when ``num_blocks`` and
+    ``memory_bytes`` are ``auto``. Workers that share a GPU share it."""
     prefix_cache: bool = True
     """Keep complete blocks for their content; requests of one tenant that begin alike share them."""
     prefault: bool = True
@@ -219,8 +222,9 @@ class ModelConfigSection(_Section):
     """An alias, a local folder, a .gguf file, or a hub id."""
     max_context: int | Literal["auto"] = "auto"
     dtype: Literal["auto", "float32", "float16", "bfloat16", "int8"] = "auto"
-    invariant: bool = True
-    """Bitwise equal results under any batching (law 3)."""
+    invariant: bool | Literal["auto"] = "auto"
+    """Bitwise equal results under any batching (law 3). ``auto``: on CPU, where it costs little; on a GPU it keeps a
+    sequence's keys in one place and products in one tile size, which is slower."""
     execution: ExecutionConfig = ExecutionConfig()
     generation: GenerationConfig = GenerationConfig()
     tool_format: Literal["auto", "hermes", "llama3", "mistral", "qwen3_coder"] = "auto"
@@ -568,6 +572,21 @@ class ClusterConfig(_Section):
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"two models are named {name!r}: give each its own name")
+        return self
+
+    @model_validator(mode="after")
+    def _reaches_gpus(self) -> Self:
+        on_gpu = [
+            f"{model.name}: {role}"
+            for model in self.models
+            for role, pool in model.pools.items()
+            if pool.device == "cuda"
+        ]
+        if on_gpu and self.transfer.backend != "nixl":
+            raise ValueError(
+                f"transfer.backend {self.transfer.backend!r} does not reach the memory of a GPU ({', '.join(on_gpu)}): "
+                "set it to nixl, or device to cpu"
+            )
         return self
 
     def model(self, name: str) -> ModelConfigSection:

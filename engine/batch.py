@@ -33,7 +33,7 @@ def make_plan(
         return CpuAttention(cache, spans, num_heads)
     from engine.model.attention_gpu import GpuAttention  # imports Triton
 
-    return GpuAttention(cache, spans, num_heads, num_rows=num_rows, invariant=invariant)
+    return GpuAttention.of_spans(cache, spans, num_heads, num_rows=num_rows, invariant=invariant)
 
 
 def build_batch(

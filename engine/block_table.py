@@ -9,6 +9,7 @@ blocks, and :mod:`engine.block_pool`, which counts them.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from core.errors import OutOfBlocks
 from core.ids import BlockHash
@@ -18,16 +19,31 @@ from engine.sequence import Sequence as EngineSequence
 
 CopyBlock = Callable[[int, int, int], None]
 """``copy(source, target, num_slots)``: the first ``num_slots`` tokens of a block; the rest of the target is cleared."""
+Settle = Callable[[EngineSequence], None]
+"""Returns when nothing writes to the blocks of a sequence any more."""
+
+
+def _nothing(sequence: EngineSequence) -> None:
+    """Where no step is under way between two calls."""
 
 
 class BlockTables:
     """Not thread-safe: it belongs to the step thread, like the sequences."""
 
-    def __init__(self, pool: BlockPool, *, block_size: int, copy_block: CopyBlock, is_caching: bool) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        copy_block: CopyBlock,
+        is_caching: bool,
+        settle: Settle = _nothing,
+    ) -> None:
         self._pool = pool
         self._block_size = block_size
         self._copy_block = copy_block
         self._is_caching = is_caching
+        self._settle = settle
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
@@ -83,6 +99,14 @@ class BlockTables:
         sequence.has_foreign_tail = False
         sequence.block_table += blocks
 
+    def make_room(self, sequence: EngineSequence) -> None:
+        """A block for one token more than it has, where it may have one and nobody has to give one up."""
+        num_tokens = len(sequence.tokens) + 1
+        if num_tokens <= sequence.num_final_tokens and self.blocks_for(num_tokens) > len(sequence.block_table):
+            with suppress(OutOfBlocks):
+                blocks, _ = self._pool.allocate_shared(1, (), sequence.reservation, None)
+                sequence.block_table += blocks
+
     def publish(self, sequence: EngineSequence) -> None:
         """Let others share the complete blocks."""
         num_complete = sequence.num_computed // self._block_size
@@ -114,6 +138,7 @@ class BlockTables:
 
     def give_back(self, sequence: EngineSequence, *, is_broken: bool = False) -> None:
         """All blocks and promises. ``is_broken``: what the blocks hold is not to be used by anybody."""
+        self._settle(sequence)
         if is_broken:
             self._pool.forget(sequence.block_table)
         self._pool.free(sequence.block_table)

@@ -16,6 +16,8 @@ from modelfiles.model import ModelFiles
 
 AUTO_MEMORY_BYTES = 2 << 30
 AUTO_MEMORY_DIVISOR = 8
+MEASURED = 0
+"""As a number of blocks: it is found once the weights are on the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +27,10 @@ class EngineConfig:
     block_size: int = 16
     num_blocks: int | Literal["auto"] = "auto"
     memory_bytes: int | Literal["auto"] = "auto"
-    """Of the KV cache, when ``num_blocks`` is ``auto``. ``auto``: 2 GiB, at most an eighth of the machine's memory."""
+    """Of the KV cache, when ``num_blocks`` is ``auto``. ``auto`` on CPU: 2 GiB, at most an eighth of the machine's
+    memory; on a GPU: what ``memory_fraction`` leaves."""
+    memory_fraction: float = 0.9
+    """Of a GPU's memory: what all that runs there may take (:mod:`engine.gpu_memory`)."""
     max_step_tokens: int = 2048
     max_sequences: int = 64
     max_context: int | Literal["auto"] = "auto"
@@ -90,7 +95,9 @@ def resolve(files: ModelFiles, config: EngineConfig) -> tuple[KVFormat, KVShape,
         dtype=kv_dtype,
     )
     num_blocks = config.num_blocks
-    if num_blocks == "auto":
+    if num_blocks == "auto" and device is Device.CUDA and config.memory_bytes == "auto":
+        num_blocks = MEASURED
+    elif num_blocks == "auto":
         memory_bytes = _auto_memory_bytes() if config.memory_bytes == "auto" else config.memory_bytes
         num_blocks = num_blocks_for(shape, memory_bytes=memory_bytes, min_tokens=max_context)
     template = files.chat_template()

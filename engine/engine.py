@@ -11,9 +11,11 @@ frees them when the sequence is refused, finishes, fails or is removed. A paused
 detached (then they are the caller's, who may lease them before freeing) or removed.
 """
 
+import logging
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from core.costs import StepWork
 from core.errors import InternalError, InvalidRequest, ServingError
@@ -23,12 +25,14 @@ from core.types import FinishReason, TokenLogprobs
 from engine.block_pool import BlockPool
 from engine.block_table import BlockTables
 from engine.checks import check_sequence
+from engine.config import MEASURED, resolve
 from engine.config import EngineConfig as EngineConfig
-from engine.config import resolve
+from engine.device import Device
 from engine.execution import Execution
 from engine.forward import ForwardPass
+from engine.gpu_memory import blocks_within, measure
 from engine.grammar import Grammars
-from engine.kv_cache import KVCache
+from engine.kv_cache import KVCache, KVShape
 from engine.mock import MockExecution
 from engine.model.decoder import Decoder
 from engine.sampler import Sampled
@@ -36,6 +40,12 @@ from engine.scheduler import Chunk, Limits, Scheduler, work_of
 from engine.sequence import Sequence, SequenceKey, SequenceState
 from engine.stopping import finish_of
 from modelfiles.model import ModelFiles
+
+if TYPE_CHECKING:
+    from engine.device_memory import DeviceMemory
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,17 +131,23 @@ class Engine:
 
     def __init__(self, files: ModelFiles, config: EngineConfig, *, model: Decoder | None = None) -> None:
         self.format, shape, self.limits = resolve(files, config)
+        weights = self._weights(files, config, model) if config.costs is None else None
+        if self.limits.num_blocks == MEASURED:
+            assert weights is not None, "mock execution runs on a CPU"
+            self.limits = replace(self.limits, num_blocks=self._room_on_gpu(weights, config, shape))
         self.cache = KVCache(shape, self.limits.num_blocks, self.limits.device)
         self.execution: Execution = (
-            self._forward_pass(files, config, model)
-            if config.costs is None
-            else MockExecution(config.costs, self.cache, files)
+            MockExecution(config.costs, self.cache, files)
+            if config.costs is not None
+            else self._forward_pass(weights, config)
         )
         self.grammars = Grammars(
             files.tokenizer(), vocab_size=self.limits.vocab_size, eos_token_ids=files.config.eos_token_ids
         )
         if config.prefault and config.costs is None and self.cache.prefault is not None:
             self.cache.prefault.start()  # mock execution leaves most of its memory alone
+        self.device_memory = _device_memory(self.cache)
+        """For digests of the blocks, where the kernels of a GPU make them."""
         self._begin(config)
 
     def _begin(self, config: EngineConfig) -> None:
@@ -144,6 +160,7 @@ class Engine:
             block_size=config.block_size,
             copy_block=self.cache.copy_block,
             is_caching=config.prefix_cache,
+            settle=self.execution.settle,
         )
         self._scheduler = Scheduler(
             self.pool,
@@ -158,11 +175,41 @@ class Engine:
         )
         self._sequences: dict[SequenceKey, Sequence] = {}
 
-    def _forward_pass(self, files: ModelFiles, config: EngineConfig, model: Decoder | None) -> ForwardPass:
+    def _weights(self, files: ModelFiles, config: EngineConfig, model: Decoder | None) -> Decoder:
         dtype = self.format.compute_dtype
-        weights = model or Decoder(files, max_context=self.limits.max_context, dtype=dtype, device=self.limits.device)
+        weights = model or Decoder(
+            files,
+            max_context=self.limits.max_context,
+            dtype=dtype,
+            device=self.limits.device,
+            invariant=config.invariant,
+        )
         assert (weights.dtype, weights.device) == (dtype, self.limits.device), "shared weights are of one kind"
-        return ForwardPass(weights, self.cache, invariant=config.invariant)
+        return weights
+
+    def _room_on_gpu(self, weights: Decoder, config: EngineConfig, shape: KVShape) -> int:
+        limits = self.limits
+        memory = measure(weights, max_step_tokens=limits.max_step_tokens, max_sequences=limits.max_sequences)
+        num_blocks = blocks_within(memory, config.memory_fraction, shape, min_tokens=limits.max_context)
+        log.info("KV on the GPU", extra={"num_blocks": num_blocks, "sum": memory.explain(config.memory_fraction)})
+        return num_blocks
+
+    def _forward_pass(self, weights: Decoder | None, config: EngineConfig) -> Execution:
+        assert weights is not None
+        if not self.limits.device.has_triton:
+            return ForwardPass(weights, self.cache, invariant=config.invariant)
+        from engine.forward_gpu import GpuForwardPass  # imports Triton
+        from engine.model.prompt_gpu import SIZES
+
+        return GpuForwardPass(
+            weights,
+            self.cache,
+            max_sequences=self.limits.max_sequences,
+            max_context=self.limits.max_context,
+            invariant=config.invariant,
+            short_steps=SIZES if self.limits.device is Device.CUDA else (),
+            progress=lambda done, of: log.info("recording the steps of answers", extra={"done": done, "of": of}),
+        )
 
     def renew(self, config: EngineConfig) -> None:
         """As if newly built on the same files, memory and weights: no sequence, no block in use, nothing cached, totals
@@ -184,8 +231,9 @@ class Engine:
     @property
     def model(self) -> Decoder:
         """The weights, which other engines may share. An engine with mock execution has none."""
-        assert isinstance(self.execution, ForwardPass), "mock execution has no weights"
-        return self.execution.model
+        model = getattr(self.execution, "model", None)
+        assert isinstance(model, Decoder), "mock execution has no weights"
+        return model
 
     @property
     def geometry(self) -> KVGeometry:
@@ -267,6 +315,7 @@ class Engine:
             f"only a paused sequence is detached, this one is {sequence.state}"
         )
         del self._sequences[key]
+        self.execution.settle(sequence)
         sequence.state = SequenceState.NEW
         return sequence
 
@@ -280,9 +329,11 @@ class Engine:
             del self._sequences[sequence.key]
             outputs.append(SequenceOutput(sequence=sequence, error=error))
         leased: list[LeasedBlocks] = []
+        chunks: tuple[Chunk, ...] = ()
         if schedule.chunks:
-            outputs += self._run(schedule.chunks)
-            early = [chunk.sequence for chunk in schedule.chunks if chunk.sequence.is_leased_early]
+            chunks, computed = self._run(schedule.chunks)
+            outputs += computed
+            early = [chunk.sequence for chunk in chunks if chunk.sequence.is_leased_early]
             leased += [self._lease_complete(each) for each in early if not each.is_finished]
         totals = self._totals
         self._totals = replace(
@@ -293,15 +344,20 @@ class Engine:
         )
         return StepResult(
             outputs=tuple(outputs),
-            num_tokens=sum(chunk.num_tokens for chunk in schedule.chunks),
-            work=work_of(schedule.chunks),
+            num_tokens=sum(chunk.num_tokens for chunk in chunks),
+            work=work_of(chunks),
             preempted=schedule.preempted,
             leased=tuple(leased),
         )
 
-    def _run(self, chunks: tuple[Chunk, ...]) -> list[SequenceOutput]:
+    def _run(self, scheduled: tuple[Chunk, ...]) -> tuple[tuple[Chunk, ...], list[SequenceOutput]]:
+        """The chunks that were computed, and what came of them."""
         started_at = time.monotonic()
-        computed = self.execution.run(chunks)
+        if self.execution.looks_ahead:
+            for chunk in scheduled:
+                self._tables.make_room(chunk.sequence)
+        computed = self.execution.run(scheduled)
+        chunks = computed.chunks
         sampled = [
             (chunk.sequence, each)
             for chunk, each in zip((chunk for chunk in chunks if chunk.is_sampled), computed.sampled, strict=True)
@@ -324,7 +380,7 @@ class Engine:
             tokens_computed=totals.tokens_computed + sum(chunk.num_tokens for chunk in chunks),
             num_padded_rows=totals.num_padded_rows + computed.num_padded_rows,
         )
-        return [self._apply(sequence, each) for sequence, each in sampled]
+        return chunks, [self._apply(sequence, each) for sequence, each in sampled]
 
     def _lease_complete(self, sequence: Sequence) -> LeasedBlocks:
         first = sequence.num_leased
@@ -347,6 +403,7 @@ class Engine:
         if finish is not None and not sequence.is_kept:
             self._end(sequence)
         elif finish is not None or (sequence.pause_at is not None and len(sequence.tokens) >= sequence.pause_at):
+            self.execution.settle(sequence)
             self._scheduler.park(sequence)
         prompt_logprobs, sequence.prompt_scores = tuple(sequence.prompt_scores or ()), None
         return SequenceOutput(
@@ -362,3 +419,11 @@ class Engine:
     def _end(self, sequence: Sequence, *, is_broken: bool = False) -> None:
         self._scheduler.finish(sequence, is_broken=is_broken)
         del self._sequences[sequence.key]
+
+
+def _device_memory(cache: KVCache) -> "DeviceMemory | None":
+    if not cache.device.has_triton:
+        return None
+    from engine.device_memory import DeviceMemory  # imports Triton
+
+    return DeviceMemory(cache)

@@ -10,14 +10,18 @@ from typing import Protocol
 
 from engine.sampler import Sampled
 from engine.scheduler import Chunk
+from engine.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computed:
     """What one step came to."""
 
+    chunks: tuple[Chunk, ...]
+    """Those that were computed, in their order: a device may be at work already on a step without the newest
+    sequences. At least one; the others come again."""
     sampled: tuple[Sampled, ...]
-    """One for each chunk that is sampled, in their order."""
+    """One for each of them that is sampled, in their order."""
     num_padded_rows: int = 0
 
 
@@ -28,3 +32,10 @@ class Execution(Protocol):
         """Compute the pending tokens that ``chunks`` name: their KV is in the sequences' blocks when this returns, the
         next token of each chunk that is sampled is drawn (but not appended), and the scores of prompts that want them
         are in ``Sequence.prompt_scores``. Raises nothing that one sequence is to blame for."""
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether steps are faster where a sequence has room for one token more than it has."""
+
+    def settle(self, sequence: Sequence) -> None:
+        """Return when nothing writes to the blocks of ``sequence`` any more: before they are given to others."""

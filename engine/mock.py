@@ -95,6 +95,8 @@ class Pace:
 class MockExecution:
     """An :class:`~engine.execution.Execution` without weights."""
 
+    looks_ahead = False
+
     def __init__(self, costs: StepCosts, cache: KVCache, files: ModelFiles, *, pace: Pace | None = None) -> None:
         self.costs = costs
         """May be replaced at any time, from any thread: from the next step on."""
@@ -117,9 +119,12 @@ class MockExecution:
         self._score_prompts(chunks)
         sampled = [chunk.sequence for chunk in chunks if chunk.is_sampled]
         keys = [self._context(sequence.block_table, len(sequence.tokens)) for sequence in sampled]
-        outcome = Computed(sampled=self._draw(sampled, keys))
+        outcome = Computed(chunks=tuple(chunks), sampled=self._draw(sampled, keys))
         self.pace.finish(started_at, self.costs.step_s(work_of(chunks)))
         return outcome
+
+    def settle(self, sequence: Sequence) -> None:
+        """A step has ended when :meth:`run` returns."""
 
     # -- KV -----------------------------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ _DEAD_END = (
     "no token is left to choose: allowed_token_ids, bad_words, logit_bias, min_tokens or the grammar forbid them all"
 )
 _MASK = (1 << 64) - 1
-_GAMMA, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+GAMMA, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _NEAR = -8.0
 _FLOORS = (-8.0, -16.0, -32.0, NEVER)
 """Below the peak at 0: what is looked for is sought among few tokens first."""
@@ -168,19 +168,25 @@ def _nucleus(scores_V: Scores, least: float, top_p: float) -> float:
 # -- the generator ----------------------------------------------------------------------------------------------------
 
 
-def _mix(value: int) -> int:
+def mix(value: int) -> int:
+    """SplitMix64's finaliser."""
     value &= _MASK
-    value = ((value ^ (value >> 30)) * _MIX_1) & _MASK
-    value = ((value ^ (value >> 27)) * _MIX_2) & _MASK
+    value = ((value ^ (value >> 30)) * MIX_1) & _MASK
+    value = ((value ^ (value >> 27)) * MIX_2) & _MASK
     return value ^ (value >> 31)
+
+
+def key_prefix(seed: int, choice: int) -> int:
+    """What the keys of all draws of a choice begin with."""
+    key = 0
+    for part in (seed, choice):
+        key = mix(key + GAMMA * ((part & _MASK) + 1))
+    return key
 
 
 def sampling_key(seed: int, choice: int, position: int) -> int:
     """64 bits that stand for one draw: the token at absolute ``position`` of a choice."""
-    key = 0
-    for part in (seed, choice, position):
-        key = _mix(key + _GAMMA * ((part & _MASK) + 1))
-    return key
+    return mix(key_prefix(seed, choice) + GAMMA * ((position & _MASK) + 1))
 
 
 def gumbel(key: int, ids: npt.NDArray[np.integer[Any]]) -> Scores:

@@ -21,7 +21,7 @@ from core.config import ClusterConfig, ModelConfigSection
 from core.costs import read_costs
 from core.errors import ConfigError
 from core.failpoints import Failpoints
-from core.handoff import PeerInfo
+from core.handoff import DigestKind, PeerInfo
 from core.ids import WorkerId, new_incarnation
 from core.probes import ProbeServer
 from core.tasks import TaskScope
@@ -42,6 +42,7 @@ from kvtransfer.backends.base import Backend, Identity
 from kvtransfer.canary import CanaryMemory
 from kvtransfer.circuit import CircuitSettings
 from kvtransfer.custody import Custody
+from kvtransfer.device_digest import DeviceDigester
 from kvtransfer.digest import Digester
 from kvtransfer.layout import Region, kv_region
 from kvtransfer.lease import LeaseTable
@@ -131,9 +132,7 @@ class Worker:
             failpoints=failpoints,
             engine=engine,
             steps=self.steps,
-            digester=Digester.at_address(
-                transfer.digest, engine.geometry, engine.kv_region.address, sums=compiled_wsum64()
-            ),
+            digester=_digester(engine, transfer.digest),
             pairs=Pairs(CircuitSettings(num_failures=transfer.circuit_failures, open_s=transfer.circuit_open_s)),
             on_broken=lambda error: self._die(),
         )
@@ -412,6 +411,13 @@ class Worker:
         return self.context.telemetry.render_metrics()
 
 
+def _digester(engine: Engine, kind: DigestKind) -> Digester:
+    """Where the blocks are."""
+    if engine.device_memory is not None:
+        return DeviceDigester(kind, engine.geometry, engine.device_memory)
+    return Digester.at_address(kind, engine.geometry, engine.kv_region.address, sums=compiled_wsum64())
+
+
 def _own_core(config: ClusterConfig, num_threads: int, role: Role, worker_id: str) -> int | None:
     """A core for the step thread: prefill and decode workers of equal number get different ones, as far as there
     are."""
@@ -434,13 +440,14 @@ def engine_config(model: ModelConfigSection, role: Role) -> EngineConfig:
         block_size=model.kv.block_size,
         num_blocks=model.kv.num_blocks,
         memory_bytes=model.kv.memory_bytes,
+        memory_fraction=model.kv.memory_fraction,
         max_step_tokens=pool.max_step_tokens,
         max_sequences=pool.max_sequences,
         max_context=model.max_context,
         device=pool.device,
         dtype=model.dtype,
         kv_dtype=model.kv.dtype,
-        invariant=model.invariant,
+        invariant=pool.device == "cpu" if model.invariant == "auto" else model.invariant,
         prefix_cache=model.kv.prefix_cache,
         prefault=model.kv.prefault,
         policy=pool.policy,

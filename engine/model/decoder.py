@@ -18,7 +18,7 @@ from engine.model.attention import AttentionPlan, QkNorm
 from engine.model.linear import Linear, Linears, NormedLinear, make_linears
 from engine.model.mlp import Experts, GatedMLP
 from engine.model.rope import RopeTables, rope_tables
-from engine.model.weights import WeightReader
+from engine.model.weights import WeightReader, Weights
 from modelfiles.config import ExpertsConfig, ModelConfig
 from modelfiles.model import ModelFiles
 
@@ -39,12 +39,23 @@ class Decoder:
     """The weights and one forward pass. Holds no progress: KV lives in the cache, sequences in the engine."""
 
     def __init__(
-        self, files: ModelFiles, *, max_context: int, dtype: str = "float32", device: Device = Device.CPU
+        self,
+        files: ModelFiles,
+        *,
+        max_context: int,
+        dtype: str = "float32",
+        device: Device = Device.CPU,
+        invariant: bool = True,
+        weights: Weights | None = None,
     ) -> None:
-        reader = WeightReader(files)
+        """``invariant``: as :func:`engine.model.linear.make_linears` has it. ``weights`` in the place of those in the
+        files."""
+        reader = weights or WeightReader(files)
         self.config = config = files.config
         self.dtype, self.device = dtype, device
-        self._linears = make_linears(dtype, device, may_rotate=not files.config.family.has_post_norms)
+        self._linears = make_linears(
+            dtype, device, may_rotate=not files.config.family.has_post_norms, invariant=invariant
+        )
         read = _LayerReader(config, reader, self._linears)
         hidden, head_dim = config.hidden_size, config.head_dim
         embedding = reader.tensor("model.embed_tokens.weight", config.vocab_size, hidden)
@@ -86,9 +97,10 @@ class Decoder:
         qkv = row.repeat(1, config.num_heads + 2 * config.num_kv_heads, 1)
         plan.attend(0, qkv, self._rope, row.repeat(1, config.num_heads, 1))
 
-    def logits(self, hidden_R: Tensor) -> Tensor:
-        """Scores ``[R, V]`` of rows of :meth:`forward`'s result."""
-        return self._head(hidden_R).float()
+    def logits(self, hidden_R: Tensor, out_RV: Tensor | None = None) -> Tensor:
+        """Scores ``[R, V]`` of rows of :meth:`forward`'s result in float32; into ``out_RV`` where it is given."""
+        scores = self._head(hidden_R)
+        return scores.float() if out_RV is None else out_RV.copy_(scores)
 
     def _attend(self, index: int, layer: _Layer, x: Tensor, plan: AttentionPlan, out_THD: Tensor) -> None:
         config = self.config
@@ -106,7 +118,7 @@ class Decoder:
 class _LayerReader:
     """Makes layers out of the tensors of a model."""
 
-    def __init__(self, config: ModelConfig, reader: WeightReader, linears: Linears) -> None:
+    def __init__(self, config: ModelConfig, reader: Weights, linears: Linears) -> None:
         self._config, self._reader, self._linears = config, reader, linears
 
     def gain(self, name: str, size: int) -> Tensor:

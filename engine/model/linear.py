@@ -99,8 +99,12 @@ def _gelu_gate(gate_up: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh").mul_(up)
 
 
-def make_linears(dtype: str, device: Device = Device.CPU, *, may_rotate: bool = True) -> Linears:
+def make_linears(
+    dtype: str, device: Device = Device.CPU, *, may_rotate: bool = True, invariant: bool = True
+) -> Linears:
     """The products of a resolved dtype (never ``auto``).
+
+    ``invariant``: on a GPU a row's result does not depend on the other rows, at a price; on a CPU it never does.
 
     ``may_rotate``: the hidden states are read by :meth:`Linears.normed` only and written by the embedding and residual
     products only, so their basis is free.
@@ -112,7 +116,7 @@ def make_linears(dtype: str, device: Device = Device.CPU, *, may_rotate: bool = 
     if device.has_triton:
         from engine.model.linear_gpu import GpuLinears
 
-        return GpuLinears(getattr(torch, dtype), device.torch)
+        return GpuLinears(getattr(torch, dtype), device.torch, invariant=invariant)
     if dtype == "int8":
         return Int8Linears(may_rotate=may_rotate)
     if dtype == "bfloat16":

@@ -1,4 +1,7 @@
-"""Products on a GPU, in the dtype of the hidden states: cuBLAS, with the norm before them in one kernel of ours."""
+"""Products on a GPU, in the dtype of the hidden states: cuBLAS, with the norm before them in one kernel of ours.
+
+``invariant``: by a kernel of ours too, whose sums have one order for any number of rows.
+"""
 
 from collections.abc import Callable
 
@@ -7,8 +10,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.gpu.activation import gated
+from engine.kernels.gpu.linear import linear
 from engine.kernels.gpu.norm import rms_norm
+from engine.model.linear import Linear
 from modelfiles.families import Activation
+
+
+class _InvariantLinear:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(x, self._weight, self._bias)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        linear(x, self._weight, self._bias, residual)
 
 
 class GpuLinear:
@@ -27,7 +43,7 @@ class GpuLinear:
 
 
 class GpuNormedLinear:
-    def __init__(self, gain: Tensor, linear: GpuLinear, eps: float) -> None:
+    def __init__(self, gain: Tensor, linear: Linear, eps: float) -> None:
         self._gain, self._linear, self._eps = gain, linear, eps
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -45,12 +61,14 @@ class _ExactNormedLinear:
 
 
 class GpuLinears:
-    """``row_multiple`` is 1: how cuBLAS sums depends on the number of rows whatever it is."""
+    """``row_multiple`` is 1: how cuBLAS sums depends on the number of rows whatever it is, and our kernel's tiles have
+    one size."""
 
     row_multiple = 1
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, *, invariant: bool) -> None:
         self.dtype, self.device = dtype, device
+        self._product = _InvariantLinear if invariant else GpuLinear
 
     def vector(self, values: Tensor) -> Tensor:
         return values.to(self.device, self.dtype)
@@ -61,8 +79,8 @@ class GpuLinears:
     def gate(self, activation: Activation) -> Callable[[Tensor], Tensor]:
         return lambda gate_up: gated(gate_up, activation)
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None, *, is_residual: bool = False) -> GpuLinear:
-        return GpuLinear(self.embedding(weight), None if bias is None else self.vector(bias))
+    def linear(self, weight: Tensor, bias: Tensor | None = None, *, is_residual: bool = False) -> Linear:
+        return self._product(self.embedding(weight), None if bias is None else self.vector(bias))
 
     def normed(self, gain: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> GpuNormedLinear:
         return GpuNormedLinear(self.vector(gain), self.linear(weight, bias), eps)

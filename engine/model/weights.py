@@ -1,6 +1,7 @@
 """Reads a model's weights out of its files, or says in one line which tensor of which file is wrong."""
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -12,6 +13,24 @@ from modelfiles.model import ModelFiles
 
 NO_WEIGHTS = ("rotary_emb.inv_freq",)
 """Endings of tensors that some files hold and nobody needs."""
+
+
+class Weights(Protocol):
+    """Where a decoder's tensors come from, by Hugging Face name."""
+
+    def has(self, name: str) -> bool: ...
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        """One tensor, the caller's to keep and to change."""
+
+    def fused(
+        self, parts: Mapping[str, int], num_inputs: int, *, has_bias: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of several projections of one input as one: ``parts`` maps module names to their number of
+        outputs."""
+
+    def check_all_read(self, *unused: str) -> None:
+        """Raises for a tensor, but for ``unused``, that nobody asked for."""
 
 
 class WeightReader:

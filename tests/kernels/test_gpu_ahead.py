@@ -22,7 +22,7 @@ def test_kernels_compile_and_keep_their_values_in_registers(target: str, tmp_pat
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
     rows = json.loads(report.read_text())
-    assert len({row["kernel"] for row in rows}) == 10, "a new kernel wants a variant here"
+    assert len({row["kernel"] for row in rows}) == 12, "a new kernel wants a variant here"
     assert not [row["name"] for row in rows if row["spilled_bytes"]]
     limit = 227 * 1024 if target == "sm_90" else 163 * 1024
     assert not [row["name"] for row in rows if row["shared_bytes"] > limit]

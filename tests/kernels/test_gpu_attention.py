@@ -43,7 +43,7 @@ def test_every_row_attends_to_its_own_context(head_dim: int, dtype: torch.dtype)
     check_mixed(group=3, num_kv_heads=2, head_dim=head_dim, dtype=dtype)
 
 
-@pytest.mark.parametrize("group", [1, 2, 4, 5, 7, 8])
+@pytest.mark.parametrize("group", range(1, 9))
 def test_query_heads_share_their_kv_head(group: int) -> None:
     check_mixed(group=group, num_kv_heads=1, head_dim=64)
 
@@ -62,8 +62,9 @@ def check_mixed(
     dtype: torch.dtype = torch.float32,
     block_size: int = 16,
     window: int | None = None,
+    mixed: tuple[list[int], list[int]] = MIXED,
 ) -> None:
-    num_new, contexts = MIXED
+    num_new, contexts = mixed
     kv = make_cache(num_kv_heads, head_dim, block_size, dtype)
     q = random(sum(num_new) + 2, group * num_kv_heads, head_dim, dtype=dtype, seed=1)
     paged = make_paged(num_new, contexts, block_size)
@@ -72,6 +73,23 @@ def check_mixed(
     attend_twin(q, kv, LAYER, paged, expected, scale=head_dim**-0.5, window=window)
     assert_close(out, expected)
     assert (out[-2:] == 7.0).all(), "rows of no sequence are left alone"
+
+
+@pytest.mark.parametrize(
+    ("num_new", "contexts"),
+    [([1], [1]), ([16], [16]), ([1], [16]), ([1], [17]), ([17], [33]), ([15, 1], [32, 48]), ([0, 0], [5, 0])],
+    ids=str,
+)
+def test_edges_of_blocks_and_of_tiles(num_new: list[int], contexts: list[int]) -> None:
+    check_mixed(group=2, num_kv_heads=1, head_dim=64, mixed=(num_new, contexts))
+
+
+def test_a_step_without_rows_or_sequences_does_nothing() -> None:
+    kv, none = make_cache(1, 64, 16, torch.float32), random(0, 2, 64)
+    attend(none, kv, LAYER, make_paged([0], [0], 16), torch.empty_like(none), scale=1.0, tiles=SMALL)
+    workspace = Workspace(0, 2, 64, 1, DEVICE)
+    tables, contexts = (torch.zeros(*shape, dtype=torch.int32, device=DEVICE) for shape in ((0, 1), (0,)))
+    attend_decode(none, kv, LAYER, tables, contexts, torch.empty_like(none), workspace, scale=1.0, tiles=SMALL)
 
 
 def test_a_row_has_the_same_bits_in_every_chunk_and_beside_everybody() -> None:
@@ -100,7 +118,7 @@ def test_decode_in_one_split_and_in_several(head_dim: int, dtype: torch.dtype) -
         check_decode([1, 0, 16, 17, 300], group=3, head_dim=head_dim, num_splits=num_splits, dtype=dtype)
 
 
-@pytest.mark.parametrize("group", [1, 2, 4, 7, 8])
+@pytest.mark.parametrize("group", range(1, 9))
 def test_decode_with_shared_kv_heads(group: int) -> None:
     check_decode([64, 65, 200], group=group, head_dim=64, num_splits=2)
 

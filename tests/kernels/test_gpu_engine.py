@@ -32,7 +32,7 @@ def test_scores_and_answers_are_those_of_the_cpu(name: str, tmp_path: Path) -> N
     results = []
     for device in ("cpu", ON):
         engine = Engine(files, EngineConfig(device=device, invariant=device == "cpu", **config))  # type: ignore[arg-type]
-        sequences = [make_sequence(tokens, max_tokens=2, ignore_eos=True) for tokens in asked]
+        sequences = [make_sequence(tokens, max_tokens=2, ignore_eos=True, logprobs=0) for tokens in asked]
         recorded = run(engine, *sequences)
         results.append([(recorded.tokens[each.key], recorded.scores[each.key]) for each in sequences])
         engine.close()
@@ -44,7 +44,7 @@ def test_scores_and_answers_are_those_of_the_cpu(name: str, tmp_path: Path) -> N
 def test_a_prefix_that_is_cached_is_attended_to(tmp_path: Path) -> None:
     files = open_model(str(write_family("llama, tied, biases", tmp_path).folder))
     engine = Engine(files, EngineConfig(device=ON, num_blocks=12, max_context=64, dtype="float32", invariant=True))
-    first, second = (make_sequence(prompt(40), max_tokens=2, ignore_eos=True) for _ in range(2))
+    first, second = (make_sequence(prompt(40), max_tokens=2, ignore_eos=True, logprobs=0) for _ in range(2))
     recorded = run(engine, first)
     again = run(engine, second)
     assert engine.counters().prompt_tokens_cached == 32

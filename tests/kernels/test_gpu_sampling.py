@@ -102,3 +102,7 @@ def test_the_twin_draws_the_same() -> None:
     out = torch.empty(len(OPTIONS), dtype=torch.int64, device=DEVICE)
     choose_twin(scores, choosing, out)
     assert chosen(scores, choosing) == out.tolist()
+
+
+def test_no_rows_draw_nothing() -> None:
+    assert chosen(torch.zeros(0, 30, device=DEVICE), choosing_of([], [])) == []

@@ -48,7 +48,18 @@ class Resources:
 
 def variants() -> Iterator[Variant]:
     """Every kernel at least once."""
-    from engine.kernels.gpu import activation, attention, decode_attention, digest, norm, rotary, sampling, shaping
+    from engine.kernels.gpu import (
+        activation,
+        advance,
+        attention,
+        decode_attention,
+        digest,
+        linear,
+        norm,
+        rotary,
+        sampling,
+        shaping,
+    )
     from engine.kernels.gpu.launch import power_of_two
 
     half = "bf16"
@@ -129,6 +140,30 @@ def variants() -> Iterator[Variant]:
         constants={"WINDOW": 0, "HEAD_DIM": 128, "COLUMNS": 128, "KEYS": 64, "NUM_SPLITS": 16, "SPLITS": 16},
         num_warps=2,
     )
+    for adds in (False, True):
+        yield Variant(
+            name=f"linear{'+residual' if adds else ''}",
+            kernel=linear._linear,
+            pointers=dict.fromkeys(("x", "weight", "bias", "out"), half),
+            constants={
+                "HAS_BIAS": False,
+                "ADDS": adds,
+                "ROWS": linear.ROWS,
+                "OUTPUTS": linear.OUTPUTS,
+                "INPUTS": linear.INPUTS,
+            },
+            num_stages=4,
+        )
+    yield Variant(
+        name="advance",
+        kernel=advance._advance,
+        pointers={
+            **dict.fromkeys(("tokens", "prefixes", "ids", "slots", "keys"), "i64"),
+            **dict.fromkeys(("nexts", "tables", "positions", "contexts"), "i32"),
+        },
+        constants={"BLOCK_SIZE": 16},
+        num_warps=1,
+    )
     yield Variant(
         name="wsum64",
         kernel=digest._wsum64,
@@ -181,7 +216,7 @@ def compile_variant(variant: Variant, target: str, folder: Path) -> Resources:
     attributes = {
         (index,): aligned
         for index, name in enumerate(signature)
-        if name in variant.pointers or name.endswith(("_stride", "_offset"))
+        if name in variant.pointers or name.endswith(("_stride", "_offset", "_inputs"))
     }
     strangers = (constants.keys() | variant.pointers.keys() | {*variant.floats}) - {*signature} - {"query_starts"}
     assert not strangers, f"{variant.name} has no {strangers}"

@@ -4,7 +4,9 @@ Kernels are written in Triton and run on NVIDIA GPUs from sm_80 on, or, with ``T
 imported, in Triton's interpreter on CPU tensors (float32 and float16 only).
 """
 
+import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -12,6 +14,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+_INTERPRETING = threading.RLock()
+
+
+def one_at_a_time() -> AbstractContextManager[object]:
+    """For whoever runs kernels beside others: the interpreter replaces Triton's functions for everybody meanwhile. On a
+    device nobody waits."""
+    return _INTERPRETING if triton.knobs.runtime.interpret else nullcontext()
 
 
 def jit(function: Callable[..., Any]) -> Any:

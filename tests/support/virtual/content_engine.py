@@ -5,8 +5,8 @@ it. Whatever a step reads it compares, so a wrong, stale or half-written block c
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from functools import lru_cache
 from hashlib import blake2b, shake_128
 
@@ -17,7 +17,8 @@ from core.kv import KVFormat
 from engine.block_pool import BlockPool
 from engine.block_table import BlockTables
 from engine.config import EngineLimits
-from engine.engine import Engine, EngineCounters, SequenceOutput
+from engine.engine import Engine, EngineCounters
+from engine.execution import Computed
 from engine.kv_cache import KVCache, KVShape
 from engine.sampler import Sampled
 from engine.scheduler import Chunk, Limits, Scheduler
@@ -105,6 +106,7 @@ class ContentEngine(Engine):
         )
         self._scheduler = Scheduler(self.pool, self._tables, limits)
         self._sequences = {}
+        self.execution = self
         self.num_computed = 0
         """Tokens."""
 
@@ -112,19 +114,19 @@ class ContentEngine(Engine):
         self.kv[target, ..., :num_slots, :] = self.kv[source, ..., :num_slots, :]
         self.kv[target, ..., num_slots:, :] = 0
 
-    def _run(self, chunks: tuple[Chunk, ...]) -> list[SequenceOutput]:
+    looks_ahead = False
+
+    def run(self, chunks: Seq[Chunk]) -> Computed:
+        """It is its own :class:`~engine.execution.Execution`."""
         for chunk in chunks:
             self._attend(chunk.sequence, chunk.start)
             self._write(chunk)
             self.num_computed += chunk.end - chunk.start
-        sampled = []
-        for chunk in chunks:
-            if chunk.sequence.first_step_at is None:
-                chunk.sequence.first_step_at = time.monotonic()
-            if chunk.is_sampled:
-                sampled.append(chunk.sequence)
-            self._scheduler.complete(chunk)
-        return [self._apply(sequence, Sampled(token_id=next_token(sequence.tokens))) for sequence in sampled]
+        sampled = [Sampled(token_id=next_token(chunk.sequence.tokens)) for chunk in chunks if chunk.is_sampled]
+        return Computed(chunks=tuple(chunks), sampled=tuple(sampled))
+
+    def settle(self, sequence: Sequence) -> None:
+        """A step has ended when :meth:`run` returns."""
 
     def _attend(self, sequence: Sequence, num_tokens: int) -> None:
         """Read the KV of the first ``num_tokens`` tokens."""

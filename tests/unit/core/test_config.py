@@ -165,3 +165,10 @@ def test_a_worker_is_dialled_where_it_says(advertise: str, dialled: str) -> None
 def test_a_worker_advertises_what_can_be_dialled(advertise: str) -> None:
     with pytest.raises(ConfigError, match=r"can dial|HOST:PORT"):
         parse_config({"models": [{"name": "m"}], "worker": {"advertise": advertise}})
+
+
+def test_a_gpu_wants_a_backend_that_reaches_it() -> None:
+    on_gpu = ["models.0.pools.decode.device=cuda"]
+    assert load_config(overrides=on_gpu, environ={}).models[0].pools[Role.DECODE].device == "cuda"
+    with pytest.raises(ConfigError, match=r"'tcp' does not reach the memory of a GPU .*decode.*: set it to nixl"):
+        load_config(overrides=[*on_gpu, "transfer.backend=tcp"], environ={})
