@@ -1,6 +1,6 @@
-"""The command line: ``baton up``, ``chat``, ``bench``, ``profile``, ``plan``, ``status``, ``explain``, ``scale``,
-``drain``, ``flip``, ``doctor``, ``keys``, ``config``; and ``router``, ``gateway``, ``worker``, ``place``: one process
-of a cell, where no launcher of ours runs.
+"""The command line: ``baton up``, ``chat``, ``bench``, ``profile``, ``plan``, ``status``, ``explain``, ``trace``,
+``top``, ``scale``, ``drain``, ``flip``, ``doctor``, ``keys``, ``config``; and ``router``, ``gateway``, ``worker``,
+``place``: one process of a cell, where no launcher of ours runs.
 
 Exit codes: 0 done, 1 it failed while running, 2 it cannot run as asked (the line says what to change), 130 interrupted.
 """
@@ -116,6 +116,27 @@ def _explain(options: argparse.Namespace, config: ClusterConfig) -> int:
     return asyncio.run(explain(options.router or config.router.address, options.request_id, as_json=options.json))
 
 
+def _trace(options: argparse.Namespace, config: ClusterConfig) -> int:
+    from baton.trace import show_trace
+
+    return asyncio.run(show_trace(options.router or config.router.listen, options.request_id, as_json=options.json))
+
+
+def _top(options: argparse.Namespace, config: ClusterConfig) -> int:
+    from baton.top import show_top
+
+    if not options.interval > 0:
+        raise ConfigError(f"--interval {options.interval:g} is no pause: give seconds above 0")
+    router = options.router or config.router.listen
+    return asyncio.run(show_top(router, interval_s=options.interval, num_looks=options.looks))
+
+
+def _doctor(options: argparse.Namespace, config: ClusterConfig) -> int:
+    from baton.checkup import check_all
+
+    return asyncio.run(check_all(config, options.router or config.router.listen, as_json=options.json))
+
+
 def _doctor_pair(options: argparse.Namespace, config: ClusterConfig) -> int:
     from baton.doctor import check_pair
 
@@ -186,11 +207,29 @@ def parser() -> argparse.ArgumentParser:
     explain.add_argument("--router", metavar="HOST:PORT", help="default: the router of the configuration")
     explain.set_defaults(run=_explain)
 
+    trace = commands.add_parser(
+        "trace", parents=[common], help="the life of a finished request on a time axis, transfer of its KV included"
+    )
+    trace.add_argument("request_id", help="the x-request-id of its answer, or the id in the answer's body")
+    trace.add_argument("--json", action="store_true")
+    trace.add_argument("--router", metavar="HOST:PORT", help="default: the router of the configuration")
+    trace.set_defaults(run=_trace)
+
     _add_pool_parsers(commands, common)
 
-    doctor = commands.add_parser("doctor", help="examine a running cluster").add_subparsers(
-        metavar="COMMAND", required=True
+    live_view = commands.add_parser("top", parents=[common], help="pools, workers, rates and latencies, live")
+    live_view.add_argument("--interval", type=float, default=1, metavar="S", help="default: 1")
+    live_view.add_argument("--looks", type=int, default=0, metavar="N", help="end after so many; default: never")
+    live_view.add_argument("--router", metavar="HOST:PORT", help="default: the router of the configuration")
+    live_view.set_defaults(run=_top)
+
+    doctor_all = commands.add_parser(
+        "doctor", parents=[common], help="look at configuration, ports, transports, GPU, clock and every live pair"
     )
+    doctor_all.add_argument("--json", action="store_true")
+    doctor_all.add_argument("--router", metavar="HOST:PORT", help="default: the router of the configuration")
+    doctor_all.set_defaults(run=_doctor)
+    doctor = doctor_all.add_subparsers(metavar="COMMAND", required=False)
     pair = doctor.add_parser(
         "pair", parents=[common], help="handshake, canary and bandwidth of the links between two live workers"
     )

@@ -22,10 +22,15 @@ async def check_pair(router_address: str, prefill: str, decode: str, *, as_json:
     p, d = find(status, prefill, Role.PREFILL), find(status, decode, Role.DECODE)
     if p.model.name != d.model.name:
         raise ConfigError(f"{prefill} serves {p.model.name!r} and {decode} {d.model.name!r}: they are no pair")
-    async with DecodeClient(_address(d)) as client:
-        check = await client.check_pair(_address(p))
+    check = await ask_pair(p, d)
     print(json.dumps(to_json(check), indent=2) if as_json else render(check))
     return 0 if check.is_good else EXIT_FAILED
+
+
+async def ask_pair(prefill: WorkerRegistration, decode: WorkerRegistration) -> PairCheck:
+    """Raises PeerLost or WorkerLost when one of the two does not answer."""
+    async with DecodeClient(_address(decode)) as client:
+        return await client.check_pair(_address(prefill))
 
 
 def find(status: ClusterStatus, worker_id: str, role: Role) -> WorkerRegistration:

@@ -8,7 +8,7 @@ from baton.status import format_bytes, table
 from core.errors import ConfigError, WorkerLost
 from core.ids import format_incarnation
 from core.reasons import REASONS
-from core.types import AttemptRecord, Placement, Prediction, RequestRecord, RequestRecords, WorkerAddress
+from core.types import AttemptRecord, Placement, Prediction, RequestRecord, RequestRecords, Stage, WorkerAddress
 from rpc.clients import RouterClient
 
 ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "resp_")
@@ -17,6 +17,13 @@ ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "resp_")
 
 async def explain(router_address: str, request_id: str, *, as_json: bool) -> int:
     """Ask the router and print. Raises ConfigError when it does not answer or has no record of the request."""
+    records = await find_records(router_address, request_id)
+    print(json.dumps([to_json(record) for record in records], indent=2) if as_json else render(records))
+    return 0
+
+
+async def find_records(router_address: str, request_id: str) -> list[RequestRecord]:
+    """Of a request and of the further prompts of its call, in their order. Raises ConfigError where there is none."""
     request_id = plain_id(request_id)
     async with RouterClient(router_address) as router:
         try:
@@ -27,9 +34,7 @@ async def explain(router_address: str, request_id: str, *, as_json: bool) -> int
             ) from None
     if not found.records:
         raise ConfigError(why_unknown(request_id, found))
-    records = sorted(found.records, key=lambda record: (len(record.request_id), record.request_id))
-    print(json.dumps([to_json(record) for record in records], indent=2) if as_json else render(records))
-    return 0
+    return sorted(found.records, key=lambda record: (len(record.request_id), record.request_id))
 
 
 def plain_id(given: str) -> str:
@@ -128,15 +133,12 @@ def _choice(attempt: AttemptRecord) -> str:
 def _times(record: RequestRecord, last: AttemptRecord | None) -> str:
     """What was expected of the last attempt beside what happened, stage by stage."""
     prediction = last.placement.prediction if last is not None and last.placement is not None else Prediction()
-    expected = {
-        "queue": prediction.prefill_wait_s,
-        "prefill": prediction.prefill_s,
-        "transfer": prediction.transfer_s,
+    expected: dict[str, float] = {
+        Stage.PREFILL_QUEUE: prediction.prefill_wait_s,
+        Stage.PREFILL: prediction.prefill_s,
+        Stage.TRANSFER: prediction.transfer_s,
     }
-    actual: dict[str, float] = {}
-    for name, seconds in record.stages:
-        stage = "transfer" if name.startswith("transfer") else name
-        actual[stage] = actual.get(stage, 0.0) + seconds
+    actual = dict(record.stages)
     stages = [stage for stage in dict.fromkeys([*actual, *expected]) if stage in actual or expected[stage]]
     rows = [(stage, _expected(expected.get(stage, 0.0)), _time(actual.get(stage, 0.0))) for stage in stages]
     rows.append(("to first token", _expected(prediction.ttft_s), _expected(record.ttft_s)))

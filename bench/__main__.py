@@ -32,6 +32,7 @@ BENCHES = (
     "simulator_accuracy",
     "peers",
     "aiperf",
+    "telemetry",
 )
 BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
 """Between them stands, in the file of ``--markdown``, what the last run said."""

@@ -199,9 +199,7 @@ class MockCell:
             max_attempts=self.config.gateway.limits.max_attempts,
             capacity_patience_s=self.config.router.placement_wait_s,
         )
-        self._pipeline = Pipeline(
-            self.router, self.gateway.peers, limits, on_end=lambda run: self.gateway.reporter.add(run.record())
-        )
+        self._pipeline = Pipeline(self.router, self.gateway.peers, limits)
 
     # -- workers come and go ------------------------------------------------------------------------------------------
 
@@ -269,6 +267,8 @@ class MockCell:
             await self._pipeline.generate(run)
         except ServingError as error:
             outcome = error.slug
+        finally:
+            self.gateway.reporter.add(run.record())
         placement = run.last_placement
         prefill = None if placement is None else placement.prefill
         return watch.sample(

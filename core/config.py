@@ -464,6 +464,9 @@ class TransferConfig(_Section):
     held_fraction: float = Field(default=0.9, gt=0, le=1)
     """Quota of a prefill worker: the share of its blocks that may be held under leases."""
     max_leases: int = Field(default=1024, ge=1)
+    min_gb_per_s: float = Field(default=0, ge=0)
+    """What every pair is declared to reach, in 10^9 bytes a second: `baton doctor` says which do not. 0 declares
+    nothing."""
 
     @field_validator("digest", mode="before")
     @classmethod
@@ -480,6 +483,12 @@ class TransferConfig(_Section):
 class TelemetryConfig(_Section):
     otlp_endpoint: str | None = None
     """Where spans go; null exports nothing."""
+    otlp_protocol: Literal["grpc", "http"] = "grpc"
+    """``http`` sends protobuf to the endpoint's ``/v1/traces``."""
+    sample_ratio: float = Field(default=1.0, ge=0, le=1)
+    """Share of requests that are traced, of those whose caller says nothing: who sends a ``traceparent`` decides."""
+    record_prompts: bool = False
+    """Spans bear the text of prompts and answers. Personal data leaves the cluster with them."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @field_validator("otlp_endpoint")

@@ -183,6 +183,8 @@ class Ready:
     first_block: int
     """Index of ``block_ids[0]`` within the sequence."""
     block_ids: tuple[int, ...]
+    traceparent: str = ""
+    """Of P's span of the last of them: what D's reading of them is linked to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

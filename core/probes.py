@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from core.config import split_address
 from core.errors import ConfigError
+from core.telemetry import metrics_type
 
 _MAX_HEAD_BYTES = 8192
 _READ_TIMEOUT_S = 5.0
@@ -17,7 +18,8 @@ _READ_TIMEOUT_S = 5.0
 class ProbeServer:
     """Answers probes. ``ready`` returns None when ready, else the reason why not; ``metrics`` the exposition text."""
 
-    def __init__(self, *, ready: Callable[[], str | None], metrics: Callable[[], bytes]) -> None:
+    def __init__(self, *, ready: Callable[[], str | None], metrics: Callable[[str], bytes]) -> None:
+        """``metrics`` is given the Accept header."""
         self._ready = ready
         self._metrics = metrics
         self._server: asyncio.Server | None = None
@@ -46,7 +48,7 @@ class ProbeServer:
                 head = await reader.readuntil(b"\r\n\r\n")
             parts = head.split(b"\r\n", 1)[0].split()
             path = parts[1].decode("latin-1").partition("?")[0] if len(parts) >= 2 else ""
-            status, content_type, body = self._answer(path)
+            status, content_type, body = self._answer(path, _accept(head))
             writer.write(
                 f"HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}\r\n"
                 "Connection: close\r\n\r\n".encode()
@@ -59,7 +61,7 @@ class ProbeServer:
         finally:
             writer.close()
 
-    def _answer(self, path: str) -> tuple[str, str, bytes]:
+    def _answer(self, path: str, accept: str) -> tuple[str, str, bytes]:
         if path == "/health":
             return "200 OK", "application/json", b'{"status":"alive"}'
         if path == "/ready":
@@ -69,5 +71,13 @@ class ProbeServer:
             body = json.dumps({"status": "not ready", "reason": reason}).encode()
             return "503 Service Unavailable", "application/json", body
         if path == "/metrics":
-            return "200 OK", "text/plain; version=0.0.4; charset=utf-8", self._metrics()
+            return "200 OK", metrics_type(accept), self._metrics(accept)
         return "404 Not Found", "application/json", b'{"error":"not found"}'
+
+
+def _accept(head: bytes) -> str:
+    for line in head.split(b"\r\n")[1:]:
+        name, _, value = line.partition(b":")
+        if name.strip().lower() == b"accept":
+            return value.strip().decode("latin-1")
+    return ""

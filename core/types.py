@@ -197,7 +197,7 @@ class TokenChunk:
     stop_token_id: int | None = None
     """The token that ended the choice, when ``finish_reason`` is ``stop``."""
     stages: "StageTimes | None" = None
-    """Given once, with the chunk that ends the choice."""
+    """With the first chunk of the first choice: as known then. With the chunk that ends the choice: whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -162,6 +162,11 @@ class Holder:
             self._lose(error)
             await client.close()
 
+    @property
+    def is_met(self) -> bool:
+        """The handshake is over."""
+        return self._peer.done()
+
     async def link(self) -> Link:
         """The proven link. Raises a typed error when the handshake fails."""
         peer = await asyncio.shield(self._peer)

@@ -22,12 +22,13 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from core.errors import LayoutMismatch
-from core.handoff import Claim, DigestKind, Grant, HandoffOutcome, Open, Sealed
-from core.ids import Incarnation, RequestId
+from core.handoff import Claim, DigestKind, Grant, HandoffOutcome, Open, Sealed, TransferMode
+from core.ids import Incarnation, RequestId, format_incarnation
 from core.spans import NO_SPAN, Span
-from core.types import AdmitRequest, FirstToken, Mode, StageTimes
+from core.types import AdmitRequest, FirstToken, Mode, StageTimes, TransferChunk
 from decode_worker.holders import Holder, Holders
 from decode_worker.reading import Reading
+from decode_worker.story import Life, as_chunks
 from engine.block_pool import Reservation
 from engine.grammar import CompiledGrammar
 from engine.sequence import Sequence, SequenceKey
@@ -83,6 +84,8 @@ class Admission:
     marks: dict[str, float] = field(default_factory=dict)
     """``time.monotonic`` of state changes: they become the stage times."""
     fetch: FetchResult | None = None
+    reading: Reading | None = None
+    """What knows how the blocks moved."""
     is_resumed: bool = False
     """It ends, and the request may go on elsewhere: what is held for it is left to another claim."""
 
@@ -143,9 +146,37 @@ class Admission:
             transfer_bytes=0 if self.fetch is None else self.fetch.num_bytes,
             transfer_early_bytes=0 if self.fetch is None else self.fetch.early_bytes,
             transfer_backend="" if self.fetch is None else self.fetch.backend,
+            transfer_mode="" if self.fetch is None else str(self.fetch.mode),
+            transfer_chunks=self._chunks(),
             num_prompt_tokens_computed=0 if sequence is None else sequence.num_prompt_computed,
             num_cached_tokens=sequence.num_cached if sequence is not None and is_local else 0,
         )
+
+    def _chunks(self) -> tuple[TransferChunk, ...]:
+        if self.reading is None:
+            return ()
+        request = self.asked.request
+        received_at = self.marks[AdmissionState.QUEUED] - request.age_s
+        return as_chunks(self.reading.moved, attempt=request.attempt, received_at=received_at)
+
+    def life(self) -> Life:
+        """Until now."""
+        starts = [one.first_step_at for one in self.sequences if one.first_step_at is not None]
+        return Life(
+            queued_at=self.marks[AdmissionState.QUEUED],
+            reserved_at=self.marks.get(AdmissionState.RESERVED),
+            verified_at=self.marks.get("verified"),
+            running_at=self.marks.get(AdmissionState.RUNNING),
+            first_step_at=min(starts, default=None),
+            first_token_at=self.marks.get("first_token"),
+            ended_at=time.monotonic(),
+            is_local=self.asked.mode is Mode.LOCAL,
+        )
+
+    @property
+    def transfer_s(self) -> float:
+        """From the grant until the sequences could run. Of a running admission."""
+        return max(0.0, self.marks[AdmissionState.RUNNING] - self.marks[AdmissionState.FETCHING])
 
     def exposed_transfer(self) -> tuple[int, float]:
         """(bytes, seconds) of the hand-off behind its grant: what the prefill did not hide. Of a running admission."""
@@ -240,7 +271,7 @@ class Intake:
         outcome, reason = HandoffOutcome.OK, ""
         try:
             await context.failpoints.reach("decode.opened", request.request_id)
-            link = await holder.link()
+            link = await self._meet(holder, span)
             async with self._reading(admission, link, num_held, span) as reading:
                 offer.on_ended = reading.give_up
                 while not isinstance(message := await offer.next(), Sealed):
@@ -253,9 +284,10 @@ class Intake:
                     _check_firsts(message.first_tokens, admission)
                     self._check_grant(message.grant, admission, num_held)
                     await context.failpoints.reach("decode.granted", request.request_id)
-                    return message, await reading.finish(message.grant)
+                    return message, await reading.finish(message.grant, source=message.traceparent)
                 finally:
                     admission.fetch = reading.result
+                    admission.reading = reading
                     admission.marks.update(reading.marks)
         except BaseException as error:
             opening.fail(error)
@@ -265,14 +297,34 @@ class Intake:
             num_bytes = 0 if admission.fetch is None else admission.fetch.num_bytes
             holder.close(offer, outcome, num_bytes=num_bytes, reason=reason)
 
+    async def _meet(self, holder: Holder, above: Span) -> Link:
+        """The proven link; a span says of the first contact how long it took."""
+        if holder.is_met:
+            return await holder.link()
+        address = holder.address
+        with self._context.telemetry.begin(
+            "kv.handshake",
+            parent=above.traceparent,
+            kind="client",
+            peer=address.worker_id,
+            peer_incarnation=format_incarnation(address.incarnation),
+        ) as span:
+            link = await holder.link()
+            span.set(backend=link.peer.link.backend, mode=str(link.peer.link.mode))
+            return link
+
     def _reading(self, admission: Admission, link: Link, num_held: int, above: Span) -> Reading:
         span = self._context.telemetry.begin(
             "kv.transfer",
             parent=above.traceparent,
-            kind="client",
+            kind="consumer",
             peer=link.peer.worker_id,
+            peer_incarnation=format_incarnation(link.peer.incarnation),
+            incarnation=format_incarnation(self._context.incarnation),
             backend=link.peer.link.backend,
-            mode=link.peer.link.mode,
+            mode=str(link.peer.link.mode),
+            direction="pull" if link.peer.link.mode is TransferMode.READ else "push",
+            transport=self._transport(link),
             retries=admission.asked.request.attempt - 1,
         )
         return Reading(
@@ -285,6 +337,11 @@ class Intake:
             deadline_at=admission.deadline_at,
             span=span,
         )
+
+    def _transport(self, link: Link) -> str:
+        """What carries the bytes, as the handshake saw it."""
+        report = self._transfers.report(link.peer)
+        return "" if report is None or report.chosen is None else report.chosen.lane
 
     def _check_grant(self, grant: Grant, admission: Admission, num_held: int) -> None:
         """It is about this prompt, and nothing is missing between what is here and what it gives."""

@@ -30,6 +30,8 @@ class Outbox:
         self._indexes: list[int] = []
         self._token_ids: list[int] = []
         self._since: float | None = None
+        self._ended: dict[ChoiceKey, float] = {}
+        """Of choices whose last chunk waits: the end of the step that ended them."""
         self._wake = asyncio.Event()
         self._closed = False
 
@@ -39,6 +41,8 @@ class Outbox:
         pending = self._chunks.get(key)
         self._chunks[key] = chunk if pending is None else _merge(pending, chunk)
         self._since = stepped_at if self._since is None else self._since
+        if chunk.finish_reason is not None:
+            self._ended[key] = stepped_at
         self._wake.set()
 
     def put_token(self, key: int, choice: ChoiceKey, index: int, token_id: int, *, stepped_at: float) -> None:
@@ -69,6 +73,7 @@ class Outbox:
         """Nobody wants the rest of this attempt. (Its plain tokens go to a name that nobody listens to.)"""
         for key in [key for key in self._chunks if key[:2] == (request_id, attempt)]:
             del self._chunks[key]
+            self._ended.pop(key, None)
 
     def close(self) -> None:
         """End the stream after what is pending."""
@@ -89,7 +94,14 @@ class Outbox:
                 self._wake.set()
 
     def _take(self) -> StepOutputs:
-        age_s = 0.0 if self._since is None else max(0.0, time.monotonic() - self._since)
+        now = time.monotonic()
+        age_s = 0.0 if self._since is None else max(0.0, now - self._since)
+        for key, ended_at in self._ended.items():
+            chunk = self._chunks[key]
+            if chunk.stages is not None:
+                stages = replace(chunk.stages, delivery_s=max(0.0, now - ended_at))
+                self._chunks[key] = replace(chunk, stages=stages)
+        self._ended = {}
         outputs = StepOutputs(
             age_s=age_s,
             plain=PlainTokens(keys=tuple(self._keys), indexes=tuple(self._indexes), token_ids=tuple(self._token_ids))
@@ -112,4 +124,5 @@ def _merge(first: TokenChunk, second: TokenChunk) -> TokenChunk:
         token_ids=first.token_ids + second.token_ids,
         logprobs=first.logprobs + second.logprobs,
         prompt_logprobs=first.prompt_logprobs + second.prompt_logprobs,
+        stages=second.stages or first.stages,
     )

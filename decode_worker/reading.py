@@ -23,6 +23,7 @@ from core.errors import LayoutMismatch, PeerLost, ServingError, StaleLease, Tran
 from core.handoff import Grant, HandoffOutcome, LeaseRef, Ready
 from core.spans import NO_SPAN, Span
 from core.tasks import TaskScope
+from decode_worker.story import Asked, Moved, moved, tell_chunks
 from engine.block_pool import Reservation
 from kvtransfer.backends.base import Link
 from kvtransfer.fetch import Addition, FetchRequest, FetchResult, Transfer, outcome_of
@@ -65,6 +66,9 @@ class Reading:
         self._lease: LeaseRef | None = None
         self._transfer: Transfer | None = None
         self._scope = TaskScope("reading")
+        self._asked: list[Asked] = []
+        self.moved: tuple[Moved, ...] = ()
+        """Known with ``result``."""
         self._digesting: list[asyncio.Task[None]] = []
         self.result: FetchResult | None = None
         """Of the transfer, from the moment it is known."""
@@ -96,11 +100,21 @@ class Reading:
     def _end_span(self, error: BaseException | None) -> None:
         outcome = HandoffOutcome.OK if error is None else outcome_of(error)
         result = self.result
+        if result is not None:
+            self.moved = moved(self._asked, result)
+            if self.span.is_told:
+                tell_chunks(self._context.telemetry, self.span, self.moved, result)
+        wire_s = 0.0 if result is None else result.times.wire_s
+        num_bytes = 0 if result is None else result.num_bytes
+        if "verified" in self.marks:
+            self.span.set(verify_s=self.marks["verified"] - self.marks["arrived"])
         self.span.end(
             str(outcome),
             blocks=len(self._local),
-            bytes=0 if result is None else result.num_bytes,
+            bytes=num_bytes,
             early_bytes=0 if result is None else result.early_bytes,
+            descriptors=0 if result is None else result.num_copies,
+            gb_per_s=round(num_bytes / wire_s / 1e9, 6) if wire_s > 0 else 0.0,
         )
 
     def take(self, ready: Ready) -> None:
@@ -113,17 +127,17 @@ class Reading:
             return
         announced = dict(enumerate(ready.block_ids, ready.first_block))
         if announced:
-            self._ask(announced, ready.lease, ready.slot, is_last=False)
+            self._ask(announced, ready.lease, ready.slot, is_last=False, source=ready.traceparent)
 
-    async def finish(self, grant: Grant) -> list[int]:
+    async def finish(self, grant: Grant, *, source: str = "") -> list[int]:
         """Read what is missing, then verify everything. Returns the local blocks of the grant, in order. Raises the
-        typed error of what went wrong."""
+        typed error of what went wrong. ``source`` is the traceparent of the holder's span of the last blocks."""
         if self._ended is not None:
             raise self._ended
         granted = dict(enumerate(grant.block_ids, grant.first_block))
         if self._lease not in (None, grant.lease) or any(granted.get(i) != self._remote[i] for i in self._remote):
             raise StaleLease("the blocks that were announced are not those that are granted")
-        self._ask(granted, grant.lease, grant.slot, is_last=True)
+        self._ask(granted, grant.lease, grant.slot, is_last=True, source=source)
         assert self._transfer is not None
         self.result = result = await asyncio.wrap_future(self._transfer.result)
         self.marks["arrived"] = time.monotonic()
@@ -143,7 +157,7 @@ class Reading:
             await asyncio.wrap_future(self._transfer.quiet)
         return [self._local[index] for index in granted]
 
-    def _ask(self, blocks: dict[int, int], lease: LeaseRef, slot: int, *, is_last: bool) -> None:
+    def _ask(self, blocks: dict[int, int], lease: LeaseRef, slot: int, *, is_last: bool, source: str) -> None:
         """Read those of ``blocks`` (index to P's block) that nobody asked for before."""
         fresh = [index for index in blocks if index not in self._local]
         if any(index not in self._indices for index in fresh):
@@ -164,7 +178,9 @@ class Reading:
             [Addition(remote[part], local[part]) for part in parts], then=self._context.digester.digest, is_last=is_last
         )
         for part, one in zip(parts, made, strict=True):
-            keeping = self._keep_digests(fresh[part], asyncio.wrap_future(one))
+            asked = Asked(fresh[part.start], len(fresh[part]), source)
+            self._asked.append(asked)
+            keeping = self._keep_digests(fresh[part], asyncio.wrap_future(one), asked)
             self._digesting.append(self._scope.spawn(keeping, name=f"digests-{fresh[part.start]}"))
 
     def _begin(self, lease: LeaseRef, slot: int) -> Transfer:
@@ -181,11 +197,14 @@ class Reading:
             ),
         )
 
-    async def _keep_digests(self, indices: Sequence[int], digesting: "asyncio.Future[bytes | None]") -> None:
+    async def _keep_digests(
+        self, indices: Sequence[int], digesting: "asyncio.Future[bytes | None]", asked: Asked
+    ) -> None:
         """They are made once blocks have arrived: no operation writes to them any more then."""
         made = await digesting
         if made is None:
             return
+        asked.digested_at = time.monotonic()
         size = len(made) // len(indices)
         self._digests.update((index, made[i * size : (i + 1) * size]) for i, index in enumerate(indices))
         await self._context.failpoints.reach("decode.digested")

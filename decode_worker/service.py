@@ -27,7 +27,7 @@ from core.errors import (
     WorkerLost,
 )
 from core.handoff import PairCheck, PeerInfo
-from core.ids import GatewayId, Incarnation, RequestId, WorkerId
+from core.ids import GatewayId, Incarnation, RequestId, WorkerId, format_incarnation
 from core.tasks import TaskScope
 from core.types import (
     AbortReply,
@@ -48,6 +48,7 @@ from core.types import (
 from decode_worker.holders import Dial, Holders
 from decode_worker.intake import Admission, AdmissionState, AttemptKey, Intake
 from decode_worker.outbox import Outbox
+from decode_worker.story import tell_life
 from engine.engine import SequenceOutput, StepResult
 from engine.sequence import Sequence
 from kvtransfer.transfer_thread import TransferThread
@@ -150,7 +151,13 @@ class DecodeRole:
             insort(self._queue, admission, key=_rank)
         admission.enter(AdmissionState.QUEUED)
         admission.span = context.telemetry.begin(
-            "decode", parent=asked.traceparent, kind="server", mode=request.mode, attempt=asked.attempt
+            "decode",
+            parent=asked.traceparent,
+            kind="server",
+            mode=str(request.mode),
+            attempt=asked.attempt,
+            worker=context.worker_id,
+            incarnation=format_incarnation(context.incarnation),
         )
         self._admissions[admission.key] = admission
         admission.task = self._scope.spawn(self._run(admission), name=f"admission-{asked.request_id[:8]}")
@@ -272,8 +279,9 @@ class DecodeRole:
                 admission.enter(AdmissionState.RUNNING)
                 if admission.fetch is not None and asked.prefill is not None:
                     context.samples.add_handoff(asked.prefill, *admission.exposed_transfer())
-                for first in firsts:
-                    self._send_first(admission, first)
+                    context.observed.transfer(admission.transfer_s, admission.fetch.num_bytes)
+                for number, first in enumerate(firsts):
+                    self._send_first(admission, first, is_leader=number == 0)
                 leader, *others = admission.sequences
                 arrived = () if asked.mode is Mode.LOCAL else others
                 await context.steps.call(partial(start, leader=leader, others=arrived))
@@ -299,7 +307,10 @@ class DecodeRole:
         if self._admissions.get(admission.key) is admission:
             del self._admissions[admission.key]
             admission.state = AdmissionState.OVER
-            admission.span.end(Cancelled.slug if error is None else error.slug)
+            self._tell_life(admission)
+            outcome = Cancelled.slug if error is None else error.slug
+            self._context.attempts_ended[outcome] += 1
+            admission.span.end(outcome)
             ending = self._scope.spawn(self._give_back(admission, error), name="give-back")
             self._endings.add(ending)
             ending.add_done_callback(self._endings.discard)
@@ -339,7 +350,10 @@ class DecodeRole:
         self._serve_queue()
 
     def _take(self, admission: Admission, output: SequenceOutput, ended_at: float) -> None:
-        admission.marks.setdefault("first_token", ended_at)
+        is_first_local = False
+        if "first_token" not in admission.marks:
+            admission.marks["first_token"] = ended_at
+            is_first_local = admission.asked.mode is Mode.LOCAL
         if output.error is not None:
             self._scope.spawn(self._end(admission, output.error), name="sequence-failed")
             return
@@ -356,7 +370,8 @@ class DecodeRole:
         if output.sequence.is_kept:
             self._scope.spawn(self._fork(admission, is_over=is_over), name="fork")
         stream_key = admission.asked.stream_key
-        if outbox is not None and stream_key and not is_over and not output.logprobs and not output.prompt_logprobs:
+        has_more = is_over or is_first_local or output.logprobs or output.prompt_logprobs
+        if outbox is not None and stream_key and not has_more:
             name = (admission.key.request_id, admission.key.attempt, choice)
             outbox.put_token(stream_key + choice, name, output.index, output.token_id, stepped_at=ended_at)
         elif outbox is not None:
@@ -371,7 +386,7 @@ class DecodeRole:
                     prompt_logprobs=output.prompt_logprobs,
                     finish_reason=output.finish_reason,
                     stop_token_id=output.stop_token_id,
-                    stages=admission.stages(ended_at, choice) if is_over else None,
+                    stages=admission.stages(ended_at, choice) if is_over or is_first_local else None,
                 ),
                 stepped_at=ended_at,
             )
@@ -380,9 +395,16 @@ class DecodeRole:
         if not admission.unfinished:
             del self._admissions[admission.key]
             admission.state = AdmissionState.OVER
+            self._context.attempts_ended["ok"] += 1
+            self._tell_life(admission)
             admission.span.end(choices=len(admission.choices))
             if admission.task is not None:
                 admission.task.cancel()
+
+    def _tell_life(self, admission: Admission) -> None:
+        if admission.span.is_told:
+            num_tokens = sum(len(sequence.tokens) - admission.num_tokens for sequence in admission.sequences)
+            tell_life(self._context.telemetry, admission.span, admission.life(), num_tokens=max(0, num_tokens))
 
     async def _stop_choice(self, sequence: Sequence) -> None:
         with suppress(WorkerLost):  # the engine has ended, and its blocks with it
@@ -397,8 +419,9 @@ class DecodeRole:
         except ServingError as error:
             await self._end(admission, error)
 
-    def _send_first(self, admission: Admission, first: FirstToken) -> None:
-        """D repeats the first tokens, those that end their choice too: after its commit P's death is no error."""
+    def _send_first(self, admission: Admission, first: FirstToken, *, is_leader: bool) -> None:
+        """D repeats the first tokens, those that end their choice too: after its commit P's death is no error. The
+        first tells how the KV came, whatever becomes of the request."""
         outbox = self._outboxes.get(admission.gateway)
         if outbox is not None:
             key, now = admission.key, time.monotonic()
@@ -412,7 +435,7 @@ class DecodeRole:
                     logprobs=() if first.logprobs is None else (first.logprobs,),
                     finish_reason=first.finish_reason,
                     stop_token_id=first.stop_token_id,
-                    stages=None if first.finish_reason is None else admission.stages(now, first.choice),
+                    stages=admission.stages(now, first.choice) if is_leader or first.finish_reason else None,
                 ),
                 stepped_at=now,
             )

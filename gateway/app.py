@@ -10,6 +10,7 @@ from core.config import ClusterConfig
 from core.ids import GatewayId, Incarnation
 from core.tasks import TaskScope
 from core.telemetry import Telemetry
+from core.types import RequestRecord
 from gateway.access.assembly import Access, OpenAccess
 from gateway.access.gate import Gate
 from gateway.console.pages import pages
@@ -53,7 +54,7 @@ class Gateway:
         self._config = config
         self._router = router
         self._access = access or OpenAccess()
-        self._metrics = GatewayMetrics(telemetry.registry)
+        self._metrics = GatewayMetrics(telemetry.registry, config.models)
         self._shelf = ModelShelf(models)
         self.peers = Peers(clients, TokenStreams(clients, gateway_id, incarnation, clock))
         self.reporter = Reporter(router, clock, gateway_id, incarnation)
@@ -71,7 +72,8 @@ class Gateway:
         )
         self._generation = Generation(
             shelf=self._shelf,
-            pipeline=Pipeline(router, self.peers, limits, on_end=self._on_end),
+            pipeline=Pipeline(router, self.peers, limits),
+            on_end=self._on_end,
             limits=config.gateway.limits,
             unknown=unknown,
             clock=clock,
@@ -135,9 +137,9 @@ class Gateway:
         self.is_broken = True
         self._on_broken()
 
-    def _on_end(self, run: Run) -> None:
-        self._metrics.observe(run)
-        self.reporter.add(run.record())
+    def _on_end(self, run: Run, record: RequestRecord) -> None:
+        self._metrics.observe(run, record)
+        self.reporter.add(record)
 
 
 def _application(generation: Generation, routes: Routes, access: Access) -> FastAPI:

@@ -2,6 +2,7 @@
 
 from core import types as t
 from core.errors import InternalError
+from core.spans import NO_SPAN, Span
 from gateway.lane import Lane
 from gateway.run import Branch, Choice, Run
 from gateway.text import TextDelta
@@ -35,8 +36,13 @@ class Attempt:
         choice = self._choices.get(number)
         return None if choice is None else choice.lane
 
-    def request(self) -> t.GenerateRequest:
-        return self.run.request_of(self.branch, self.number)
+    def request(self, span: Span = NO_SPAN) -> t.GenerateRequest:
+        """For a call that has this span."""
+        return self.run.request_of(self.branch, self.number, span)
+
+    def begin_span(self, name: str, worker: t.WorkerAddress) -> Span:
+        """Of a call to a worker."""
+        return self.run.trace.begin(name, self.branch.span, kind="client", attempt=self.number, worker=worker.worker_id)
 
     @property
     def is_taken(self) -> bool:
@@ -75,7 +81,7 @@ class Attempt:
                 self._take_prefill_reply(event)
         ready = [first for first in self._firsts if self._is_admitted or first.finish_reason]
         if ready and not self._has_decode_chunk:
-            self.run.stages.mark("admit")
+            self.run.stages.mark(t.Stage.HANDOFF_WAIT)
         self._firsts = [first for first in self._firsts if first not in ready]
         for first in ready:
             self._accept(self._chunk_of(first))
@@ -118,10 +124,10 @@ class Attempt:
         self._has_prefill_reply = True
         run.num_cached_tokens = reply.num_cached_tokens
         if not self._has_decode_chunk:
-            run.stages.mark("first")
+            run.stages.mark(t.Stage.PREFILL)
         # D's first chunk may overtake this reply: the wait that it ended was P's work, then the transfer.
-        parts = (("queue", reply.stages.prefill_queue_s), ("prefill", reply.stages.prefill_s))
-        run.stages.divide("first", parts, rest="transfer" if self._has_decode_chunk else "network")
+        transfer_s = run.times.transfer_s if self._has_decode_chunk and run.times is not None else 0.0
+        run.stages.divide(t.Stage.PREFILL, (*_prefill_parts(reply.stages), (t.Stage.TRANSFER, transfer_s)))
 
     # -- the answer ---------------------------------------------------------------------------------------------------
 
@@ -131,11 +137,20 @@ class Attempt:
             run.stages.touch()
         else:
             # The wait for D's first chunk: for its KV if P's token was there before, for the whole prompt if not.
-            run.stages.mark("transfer" if self._has_prefill_reply else "first")
+            run.stages.mark(t.Stage.TRANSFER if self._has_prefill_reply else t.Stage.PREFILL)
             self._has_decode_chunk = True
+            if chunk.stages is not None:
+                self._divide_wait(chunk.stages)
         if chunk.stages is not None:
             run.times = chunk.stages
             run.num_cached_tokens = max(run.num_cached_tokens, chunk.stages.num_cached_tokens)
+
+    def _divide_wait(self, times: t.StageTimes) -> None:
+        """By what D measured until now. While P has not answered, only its answer divides the wait for it."""
+        if self.placement.mode is t.Mode.LOCAL:
+            self.run.stages.divide(t.Stage.PREFILL, _prefill_parts(times))
+        elif self._has_prefill_reply:
+            self.run.stages.divide(t.Stage.TRANSFER, ((t.Stage.TRANSFER, times.transfer_s),))
 
     def _accept(self, chunk: t.TokenChunk) -> None:
         """Accepts what is new in a chunk: repeated tokens are dropped, a gap is an error."""
@@ -214,3 +229,10 @@ class Attempt:
             finish_reason=first.finish_reason,
             stop_token_id=first.stop_token_id,
         )
+
+
+def _prefill_parts(times: t.StageTimes) -> tuple[tuple[t.Stage, float], ...]:
+    """Waiting for room to read the prompt is part of its queue, whoever reads it."""
+    is_local = not times.transfer_backend
+    queue_s = times.prefill_queue_s + (times.reservation_s if is_local else 0.0)
+    return (t.Stage.PREFILL_QUEUE, queue_s), (t.Stage.PREFILL, times.prefill_s)

@@ -55,7 +55,7 @@ class Exchange:
         self.caller = ANYBODY
         self._client_id = header(scope, b"x-request-id")
         self._send = send
-        self._started = time.monotonic()
+        self.started = time.monotonic()
 
     @property
     def is_logged(self) -> bool:
@@ -90,7 +90,7 @@ class Exchange:
                 "method": scope["method"],
                 "path": scope["path"][:256],
                 "status": self.status,
-                "duration_ms": round(1e3 * (time.monotonic() - self._started), 1),
+                "duration_ms": round(1e3 * (time.monotonic() - self.started), 1),
                 **self.fields,
             },
         )

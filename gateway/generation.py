@@ -3,16 +3,19 @@
 import asyncio
 import re
 import secrets
+import time
 from collections.abc import Callable, Sequence
 
+from core import semconv
 from core.clock import Clock
 from core.config import LimitsConfig
 from core.errors import Cancelled, InvalidRequest, NoWorker, QueueFull
 from core.grammar import GRAMMAR_PARAM
 from core.ids import GatewayId, Incarnation, RequestId
+from core.spans import Span, Value
 from core.tasks import all_or_none
 from core.telemetry import Telemetry
-from core.types import ChoiceProgress, FinishReason, GenerateRequest
+from core.types import ChoiceProgress, FinishReason, GenerateRequest, RequestRecord, Stage, StageTimes
 from gateway.access.gate import Gate
 from gateway.access.reservations import Demand
 from gateway.answers import Answer
@@ -32,6 +35,7 @@ from gateway.schemas import ChatBody, CompletionBody, parse_body
 from gateway.stages import StageClock
 from gateway.text import ChoiceText, TextDelta
 from gateway.tools.answer import chat_answer
+from gateway.trace import RequestTrace
 from gateway.usage import usage_of
 
 SEND_GRACE_S = 10.0
@@ -55,6 +59,7 @@ class Generation:
         gateway_id: GatewayId,
         incarnation: Incarnation,
         on_count: Callable[[int], None],
+        on_end: Callable[[Run, RequestRecord], None],
         block_size: Callable[[str], int],
         gate: Gate,
         telemetry: Telemetry,
@@ -67,6 +72,7 @@ class Generation:
         self._gateway_id = gateway_id
         self._incarnation = incarnation
         self._on_count = on_count
+        self._on_end = on_end
         self._block_size = block_size
         self._gate = gate
         self._telemetry = telemetry
@@ -135,7 +141,7 @@ class Generation:
         make_job: Callable[[bytes], Job],
         make_answer: Callable[[Job, str], Answer],
     ) -> None:
-        stages = StageClock(self._clock)
+        stages = StageClock(self._clock, started=self._clock.now() - (time.monotonic() - exchange.started))
         raw = await read_json_body(scope, receive, self._limits)
         self._begin()
         try:
@@ -171,7 +177,9 @@ class Generation:
         make_job: Callable[[bytes], Job],
         make_answer: Callable[[Job, str], Answer],
     ) -> None:
+        stages.mark(Stage.ADMISSION)
         job = await self._shelf.run(lambda: self._with_blocks(make_job(raw), exchange), num_bytes=len(raw))
+        stages.mark(Stage.TOKENIZE)
         answer = make_answer(job, exchange.request_id)
         ticket = await self._gate.reserve(exchange, _demand(job))
         runs: list[Run] = []
@@ -198,6 +206,8 @@ class Generation:
                 await stream.run(work)
             else:
                 await work
+                if answer.timing is not None:
+                    exchange.headers[b"x-baton-timing"] = _timing_header(runs)
                 await send_bytes(send, 200, answer.whole())
             is_answered = True
         except InvalidRequest as error:
@@ -206,8 +216,14 @@ class Generation:
             raise
         finally:
             ticket.settle(usage_of(runs if is_answered else self._charged(runs)))
+            records = []
+            for run in runs:
+                if self._telemetry.record_prompts and run.trace.is_told:
+                    run.trace.root.set(**_texts(run, job))
+                records.append(run.close(is_sent=is_answered and len(runs) == 1))  # several wait for each other
+                self._on_end(run, records[-1])
             if runs and exchange.is_logged:
-                exchange.fields |= _log_fields(runs, job)
+                exchange.fields |= _log_fields(runs, records[0], job)
 
     def _with_blocks(self, job: Job, exchange: Exchange) -> Job:
         salt = exchange.caller.salt(job.cache_salt)
@@ -225,10 +241,8 @@ class Generation:
         parent = given if TRACEPARENT.fullmatch(given) else ""
         runs: list[Run] = []
         for number, prompt in enumerate(job.prompts):
-            above = parent if not runs else parent or runs[0].span.traceparent
-            span = self._telemetry.begin(
-                "request", parent=above, trace_id=exchange.request_id, kind="server", route=exchange.route
-            )
+            above = parent if not runs else parent or runs[0].trace.root.traceparent
+            span = self._begin_span(exchange, job, above)
             request = GenerateRequest(
                 request_id=RequestId(exchange.request_id if number == 0 else f"{exchange.request_id}-{number}"),
                 model=job.model.name,
@@ -255,9 +269,27 @@ class Generation:
             ]
             clock = stages if number == 0 else stages.copy()
             runs.append(Run(request, choices, clock, blocks=prompt.blocks, is_scoring=job.is_echo_only))
-            runs[-1].span = span
-            runs[-1].stages.mark("prepare")
+            runs[-1].trace = RequestTrace(self._telemetry, span, started_at=exchange.started)
+            runs[-1].stages.mark(Stage.ADMISSION)
         return runs
+
+    def _begin_span(self, exchange: Exchange, job: Job, above: str) -> Span:
+        operation = semconv.OPERATIONS[exchange.route]
+        asked: dict[str, Value] = {
+            semconv.OPERATION: operation,
+            semconv.PROVIDER: semconv.PROVIDER_NAME,
+            semconv.OUTPUT_TYPE: "text",
+            semconv.REQUEST_STREAM: job.stream,
+        }
+        return self._telemetry.begin(
+            f"{operation} {job.model.name}",
+            parent=above,
+            trace_id=exchange.request_id,
+            kind="server",
+            started_at=exchange.started,
+            route=exchange.route,
+            **asked,
+        )
 
 
 def _draining() -> NoWorker:
@@ -320,17 +352,49 @@ def _timing(run: Run) -> dict[str, object]:
         "transfer_early_bytes": times.transfer_early_bytes if times else 0,
         "transfer_backend": times.transfer_backend if times else "",
         "transfer_ms": _ms(times.transfer_s) if times else 0.0,
+        "transfer_parts_ms": _parts_of_transfer(times) if times and times.transfer_backend else {},
+        "workload_class": record.workload_class,
+        "trace_id": record.trace_id,
     }
     return {"timing": timing}
+
+
+def _texts(run: Run, job: Job) -> dict[str, Value]:
+    """What was asked and answered, for a trace whose operator has asked for it."""
+
+    def text_of(token_ids: Sequence[int]) -> str:
+        return job.model.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    return {
+        semconv.INPUT_MESSAGES: text_of(run.request.prompt_token_ids),
+        semconv.OUTPUT_MESSAGES: tuple(text_of(choice.accepted) for choice in run.choices),
+    }
+
+
+def _timing_header(runs: Sequence[Run]) -> bytes:
+    """The stages of the run that took longest, as the header Server-Timing writes durations: milliseconds."""
+    slowest = max(runs, key=lambda run: run.stages.total_s())
+    return ", ".join(f"{stage};dur={_ms(seconds)}" for stage, seconds in slowest.stages.stages()).encode()
+
+
+def _parts_of_transfer(times: StageTimes) -> dict[str, float]:
+    """They sum to the transfer as D saw it, from the grant on."""
+    return {
+        "wait": _ms(times.transfer_wait_s),
+        "post": _ms(times.transfer_post_s),
+        "move": _ms(times.transfer_move_s),
+        "verify": _ms(times.transfer_verify_s),
+        "publish": _ms(times.transfer_publish_s),
+    }
 
 
 def _ms(seconds: float) -> float:
     return round(1e3 * seconds, 3)
 
 
-def _log_fields(runs: Sequence[Run], job: Job) -> dict[str, object]:
+def _log_fields(runs: Sequence[Run], record: RequestRecord, job: Job) -> dict[str, object]:
     """Of the first run, and the tokens of all."""
-    record, usage = runs[0].record(), usage_of(runs)
+    usage = usage_of(runs)
     return {
         "model": record.model,
         "stream": job.stream,
@@ -344,4 +408,6 @@ def _log_fields(runs: Sequence[Run], job: Job) -> dict[str, object]:
         "prefill_worker": record.prefill_worker,
         "decode_worker": record.decode_worker,
         "ttft_ms": _ms(record.ttft_s),
+        "trace_id": record.trace_id,
+        "stages_ms": {stage: _ms(seconds) for stage, seconds in record.stages},
     }

@@ -27,6 +27,7 @@ from gateway.token_streams import Event, TakeToken, TokenStreams
 log = logging.getLogger(__name__)
 
 MAX_PREFILL_CLIENTS = 256
+FINISHED = "finished"
 
 
 class Peers:
@@ -93,6 +94,7 @@ class Legs:
         # Whoever waits may be cancelled first; then nobody asks.
         self.over.add_done_callback(lambda over: over.cancelled() or over.exception())
         self._scope = TaskScope(f"attempt-{self._request_id}-{attempt.number}")
+        self._span = attempt.begin_span("decode", placement.decode)
         self._link = peers.streams.link(placement.decode)
         self._link.subscribe(self._request_id, attempt.number, self.handle)
         takers = [self._taker(number) for number in range(request.sampling.n)]
@@ -112,8 +114,13 @@ class Legs:
             return None
         leg = branch.prefill
         if leg is None:
-            client = self._peers.prefill(placement.prefill)
-            leg = branch.prefill = PrefillLeg(client, self._peers.spawn, placement, self._attempt.request)
+            client, span = (
+                self._peers.prefill(placement.prefill),
+                self._attempt.begin_span("prefill", placement.prefill),
+            )
+            leg = branch.prefill = PrefillLeg(
+                client, self._peers.spawn, placement, partial(self._attempt.request, span), span
+            )
         elif leg.reply is not None:
             self._attempt.go_on_from(leg.reply)
         leg.attach(self.handle)
@@ -175,6 +182,7 @@ class Legs:
         attempt follows, if one can."""
         self.over.cancel()
         self._attempt.close_lanes()
+        self._span.end("ok" if reason == FINISHED else reason)
         self._deadline.cancel()
         self._link.unsubscribe(self._request_id, self._attempt.number)
         if self._prefill is not None:
@@ -206,7 +214,7 @@ class Legs:
         await self._link.ready()
         return await self._link.client.admit(
             t.AdmitRequest(
-                request=self._attempt.request(),
+                request=self._attempt.request(self._span),
                 handoff_id=self._placement.handoff_id,
                 mode=self._placement.mode,
                 worker_incarnation=self._placement.decode.incarnation,
@@ -225,7 +233,7 @@ async def open_legs(peers: Peers, attempt: Attempt) -> AsyncIterator[Legs]:
     reason, has_failed = "cancelled", False
     try:
         yield legs
-        reason = "finished"
+        reason = FINISHED
     except ServingError as error:
         reason, has_failed = error.slug, True
         raise

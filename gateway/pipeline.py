@@ -12,7 +12,6 @@ nowhere else.
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from core import types as t
@@ -51,13 +50,10 @@ class PipelineLimits:
 class Pipeline:
     """Drives requests. One for each gateway process; `generate` may run many times at once."""
 
-    def __init__(
-        self, router: RouterPort, peers: Peers, limits: PipelineLimits, on_end: Callable[[Run], None] = lambda run: None
-    ) -> None:
+    def __init__(self, router: RouterPort, peers: Peers, limits: PipelineLimits) -> None:
         self._router = router
         self._peers = peers
         self._limits = limits
-        self._on_end = on_end
         self._ends = Ends(router, peers)
 
     async def generate(self, run: Run) -> None:
@@ -75,7 +71,6 @@ class Pipeline:
             raise
         finally:
             run.end(InternalError.slug)  # has no effect on a run that ended above
-            self._on_end(run)
 
     async def _drive(self, run: Run, branch: Branch) -> None:
         """To the end of these choices; those that have come apart go on beside each other."""
@@ -103,6 +98,7 @@ class Pipeline:
         number, since_s = run.begin_attempt(branch), run.stages.elapsed_s()
         num_before = branch.num_generated
         outcome, failure = Cancelled.slug, None
+        branch.span = run.trace.attempt(number, len(branch.choices))
         try:
             placement = await self._place(run, branch, number)
             if branch.prefill is not None and not placement.is_held:
@@ -115,8 +111,10 @@ class Pipeline:
             return True
         except ServingError as error:
             outcome, failure = error.slug, error
+            run.trace.attempt_failed(branch.span)
             raise
         finally:
+            branch.span.end(outcome, attempt=number)
             run.note_attempt(branch, number, since_s, outcome=outcome, error=failure)
             if branch.placement is not None:
                 end = _end_of(run, branch.placement, number, outcome, failure)
@@ -128,7 +126,8 @@ class Pipeline:
         backoff_s = FIRST_BACKOFF_S
         while True:
             try:
-                placement = await self._ends.told_with(run.place_request(branch, number))
+                with run.trace.begin("route", branch.span, kind="client", attempt=number) as span:
+                    placement = await self._ends.told_with(run.place_request(branch, number, span))
             except WorkerLost:
                 if run.remaining_s() <= 0 or run.stages.elapsed_s() > patience_ends_s:
                     raise NoWorker("the router is not reachable; try again in a moment") from None
@@ -146,7 +145,7 @@ class Pipeline:
         is_told = all(choice.finish_reason is not None for choice in branch.choices)  # only P's word is missing
         if placement is None or recovery is Recovery.NONE or run.remaining_s() <= 0 or is_told:
             raise error
-        run.stages.mark("retry")
+        run.stages.mark(t.Stage.RETRY)
         log.info(
             "attempt failed",
             extra={

@@ -16,7 +16,8 @@ from collections.abc import Callable, Coroutine
 from typing import Protocol
 
 from core import types as t
-from core.errors import DeadlineExceeded, InternalError, ServingError, WorkerLost
+from core.errors import Cancelled, DeadlineExceeded, InternalError, ServingError, WorkerLost
+from core.spans import NO_SPAN, Span
 from gateway.ports import PrefillPort
 from gateway.token_streams import Event, Handler
 
@@ -35,14 +36,21 @@ class PrefillLeg:
     """One call of Prefill and its hand-off."""
 
     def __init__(
-        self, client: PrefillPort, spawn: Spawn, placement: t.Placement, make_request: Callable[[], t.GenerateRequest]
+        self,
+        client: PrefillPort,
+        spawn: Spawn,
+        placement: t.Placement,
+        make_request: Callable[[], t.GenerateRequest],
+        span: Span = NO_SPAN,
     ) -> None:
+        """``span`` ends with the call."""
         assert placement.prefill is not None
         # Kept for the abort: asked for again later, it would take the place of its successor's client.
         self._client = client
         self._spawn = spawn
         self._placement, self._make_request = placement, make_request
         self._asked = make_request()
+        self._span = span
         self._handler: Handler = _ignore
         self._error: ServingError | None = None
         self._is_taken = self._is_over = False
@@ -86,6 +94,7 @@ class PrefillLeg:
         """Nobody wants it any more: the call is cancelled, what is held is given back."""
         if not self._is_over:
             self._is_over = True
+            self._span.end(Cancelled.slug)
             self._task.cancel()
             asked = self._asked
             request = t.AbortRequest(request_id=asked.request_id, attempt=asked.attempt, reason=reason)
@@ -94,8 +103,10 @@ class PrefillLeg:
     def _take(self, event: Event) -> None:
         if isinstance(event, t.PrefillReply):
             self.reply = event
+            self._span.end()
         elif isinstance(event, ServingError):
             self._error = event
+            self._span.fail(event)
         if not self._is_over:
             self._handler(event)
 

@@ -4,12 +4,12 @@ import orjson
 
 from core.config import LimitsConfig
 from core.errors import InvalidRequest, NoWorker
-from core.telemetry import Telemetry
+from core.telemetry import Telemetry, metrics_type
 from core.types import ExecutionKind
 from gateway.edge import Exchange
 from gateway.fields import UnknownFields
 from gateway.generation import Generation
-from gateway.http import Receive, Scope, Send, read_json_body, send_bytes, send_json, until_disconnect
+from gateway.http import Receive, Scope, Send, header, read_json_body, send_bytes, send_json, until_disconnect
 from gateway.models import ModelShelf, ServedModel
 from gateway.parse import check_token_ids, tokenize
 from gateway.reporter import Reporter
@@ -97,8 +97,9 @@ class Routes:
         await send_json(send, 200, {"status": "ready"})
 
     async def metrics(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
-        kind = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
-        await send_bytes(send, 200, self._telemetry.render_metrics(), (kind,))
+        accept = header(scope, b"accept")
+        kind = (b"content-type", metrics_type(accept).encode())
+        await send_bytes(send, 200, self._telemetry.render_metrics(accept), (kind,))
 
 
 def _model_value(model: ServedModel) -> dict[str, object]:

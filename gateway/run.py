@@ -5,14 +5,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from core import types as t
-from core.errors import ServingError
+from core.errors import Cancelled, ServingError
 from core.ids import Incarnation, WorkerId
-from core.spans import NO_SPAN
+from core.spans import NO_SPAN, Span
 from gateway.lane import Lane
 from gateway.prefill_leg import PrefillLeg
 from gateway.prompt_blocks import PromptBlocks
 from gateway.stages import StageClock
 from gateway.text import ChoiceText, TextDelta
+from gateway.trace import RequestTrace
+from gateway.workload import workload_class
 
 Sink = Callable[[TextDelta], None]
 MAX_HISTORY = 16
@@ -60,6 +62,8 @@ class Branch:
     """When the first of the refusals since the last token came."""
     placement: t.Placement | None = None
     """Of the current attempt; None while the router decides."""
+    span: Span = NO_SPAN
+    """Of the current attempt."""
     prefill: PrefillLeg | None = None
     """What is under way, or held, at a prefill worker. It outlives attempts whose decode worker failed."""
 
@@ -135,10 +139,12 @@ class Run:
         self.prompt_logprobs: tuple[t.TokenLogprobs, ...] = ()
         """Of the prompt's tokens from the second on, when they were asked for."""
         self.times: t.StageTimes | None = None
-        """As D told them with the end of the last choice."""
+        """As D told them last: with the first token, and with the end of each choice."""
         self.outcome = ""
-        self.span = NO_SPAN
-        """The request's, where somebody collects spans. It ends with the run."""
+        self.last_token_s = 0.0
+        """When the run ended."""
+        self.trace = RequestTrace()
+        """It ends when the run is closed."""
 
     @property
     def is_over(self) -> bool:
@@ -164,8 +170,9 @@ class Run:
     def remaining_s(self) -> float:
         return self.request.deadline_s - self.stages.elapsed_s()
 
-    def request_of(self, branch: Branch, attempt: int) -> t.GenerateRequest:
-        """The request as this attempt sends it: accepted tokens included, durations as of now."""
+    def request_of(self, branch: Branch, attempt: int, span: Span = NO_SPAN) -> t.GenerateRequest:
+        """The request as this attempt sends it: accepted tokens included, durations as of now. ``span`` is the
+        call's."""
         accepted = branch.accepted
         return replace(
             self.request,
@@ -173,9 +180,10 @@ class Run:
             choices=tuple(t.ChoiceProgress(choice=one.number, accepted=accepted) for one in branch.choices),
             deadline_s=max(self.remaining_s(), 0.0),
             age_s=self.stages.elapsed_s(),
+            traceparent=span.traceparent or self.request.traceparent,
         )
 
-    def place_request(self, branch: Branch, attempt: int) -> t.PlaceRequest:
+    def place_request(self, branch: Branch, attempt: int, span: Span = NO_SPAN) -> t.PlaceRequest:
         request, accepted = self.request, branch.accepted
         num_accepted = len(accepted)
         return t.PlaceRequest(
@@ -194,7 +202,7 @@ class Run:
             excluded_workers=tuple(branch.excluded_workers),
             excluded_pairs=tuple(branch.excluded_pairs),
             held=None if branch.prefill is None else branch.prefill.held,
-            traceparent=request.traceparent,
+            traceparent=span.traceparent or request.traceparent,
         )
 
     # -- progress -----------------------------------------------------------------------------------------------------
@@ -202,12 +210,14 @@ class Run:
     def begin_attempt(self, branch: Branch) -> int:
         """A new attempt number, also after a refusal: the old one may have left a tombstone at a worker."""
         self.attempt += 1
+        self.stages.attempt = self.attempt
         branch.placement = None
         return self.attempt
 
     def begin(self, branch: Branch, placement: t.Placement) -> None:
         branch.placement = self.last_placement = placement
-        self.stages.mark("place")
+        self.stages.mark(t.Stage.ROUTE)
+        self.stages.divide(t.Stage.ROUTE, ((t.Stage.ROUTE_QUEUE, placement.queue_s),), rest=t.Stage.ROUTE)
 
     def note_attempt(
         self, branch: Branch, number: int, since_s: float, *, outcome: str, error: ServingError | None = None
@@ -241,30 +251,23 @@ class Run:
         self.end(t.FinishReason.LENGTH if any(lengths) else t.FinishReason.STOP)
 
     def end(self, outcome: str) -> None:
-        """The request is over; only the first call counts."""
+        """No token is accepted any more; only the first call counts."""
         if self.outcome:
             return
         self.outcome = outcome
-        self.stages.mark("decode" if self.is_over else "lost")
-        times = self.times or t.StageTimes()
-        self.stages.divide("first", (("queue", times.prefill_queue_s), ("prefill", times.prefill_s)), rest="transfer")
-        self.stages.divide("transfer", _parts_of_transfer(times) if times.transfer_backend else ())
-        self._end_span(outcome)
+        self.stages.mark(t.Stage.DECODE if self.is_over else t.Stage.LOST)
+        self.last_token_s = self.stages.total_s()
+        if self.is_over and self.times is not None and self.times.decode_s:
+            self.stages.divide(t.Stage.DECODE, _parts_of_decode(self.times))
 
-    def _end_span(self, outcome: str) -> None:
-        """Its stages are those of the record: they sum to its length."""
-        is_answered = any(outcome == reason for reason in t.FinishReason)
-        self.span.end(
-            "ok" if is_answered else outcome,
-            finish_reason=outcome if is_answered else "",
-            model=self.request.model,
-            request_id=self.request.request_id,
-            attempts=self.attempt,
-            prompt_tokens=self.request.num_prompt_tokens,
-            completion_tokens=self.num_completion_tokens,
-            ttft_s=self.ttft_s or 0.0,
-            **{f"stage.{stage}_s": seconds for stage, seconds in self.stages.stages()},
-        )
+    def close(self, *, is_sent: bool) -> t.RequestRecord:
+        """Nothing is done for it any more. ``is_sent``: all of its answer was handed to the socket, just now."""
+        self.end(Cancelled.slug)
+        if is_sent:
+            self.stages.mark(t.Stage.DELIVERY)
+        record = self.record()
+        self.trace.end(record, self.request)
+        return record
 
     # -- how it went --------------------------------------------------------------------------------------------------
 
@@ -290,15 +293,40 @@ class Run:
             transfer_bytes=self.times.transfer_bytes if self.times else 0,
             transfer_backend=self.times.transfer_backend if self.times else "",
             history=tuple(self.history),
+            timeline=self._timeline(),
+            times=self.times,
+            workload_class=self.workload_class,
+        )
+
+    @property
+    def workload_class(self) -> str:
+        """By what has come of it so far."""
+        request = self.request
+        return workload_class(request.num_prompt_tokens, self.num_completion_tokens, request.priority)
+
+    def _timeline(self) -> tuple[t.StageInterval, ...]:
+        placements = {one.attempt: one.placement for one in self.history}
+        placements.setdefault(self.attempt, self.last_placement)
+        return tuple(
+            replace(one, worker=_worker_of(one.stage, placements.get(one.attempt))) for one in self.stages.intervals()
         )
 
 
-def _parts_of_transfer(times: t.StageTimes) -> tuple[tuple[str, float], ...]:
-    """Of the wait for D's first chunk, which tells that the blocks are there, what D measured."""
+_OF_PREFILL = (t.Stage.PREFILL_QUEUE, t.Stage.PREFILL)
+_OF_DECODE = (t.Stage.HANDOFF_WAIT, t.Stage.TRANSFER, t.Stage.DECODE_QUEUE, t.Stage.DECODE)
+
+
+def _worker_of(stage: str, placement: t.Placement | None) -> str:
+    if placement is None or stage not in (*_OF_PREFILL, *_OF_DECODE):
+        return ""
+    is_prefills = stage in _OF_PREFILL and placement.prefill is not None
+    return placement.prefill.worker_id if is_prefills and placement.prefill else placement.decode.worker_id
+
+
+def _parts_of_decode(times: t.StageTimes) -> tuple[tuple[t.Stage, float], ...]:
+    """Of the time from D's first word to its last, what D measured."""
     return (
-        ("transfer_wait", times.transfer_wait_s),
-        ("transfer_post", times.transfer_post_s),
-        ("transfer_move", times.transfer_move_s),
-        ("transfer_verify", times.transfer_verify_s),
-        ("transfer_publish", times.transfer_publish_s),
+        (t.Stage.DECODE_QUEUE, times.decode_queue_s),
+        (t.Stage.DECODE, times.decode_s),
+        (t.Stage.DELIVERY, times.delivery_s),
     )

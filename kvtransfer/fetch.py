@@ -86,6 +86,20 @@ class FetchTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FetchPart:
+    """One addition to an open fetch, in seconds before the end of the fetch."""
+
+    begun_s: float
+    """When its first operation was posted; 0 where none was."""
+    arrived_s: float | None
+    """When the last byte was there; None where it never was."""
+    num_bytes: int
+    num_descriptors: int
+    is_early: bool
+    """Begun before all that there is to read was known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FetchResult:
     """``OK`` means: all data arrived, and then the slot still showed the granted lease and epoch. Digests are yet to
     be checked (:func:`kvtransfer.validate.check_read`)."""
@@ -105,6 +119,8 @@ class FetchResult:
     is_data_complete: bool
     """Every block arrived. With PEER_LOST and equal digests the data may be used (design.md 4)."""
     times: FetchTimes
+    parts: tuple[FetchPart, ...] = ()
+    """As they were added."""
 
     def error(self) -> ServingError | None:
         """The typed error of the outcome; None for OK."""

@@ -169,6 +169,7 @@ class TransferLoop:
             return
         for plan, arrived in parts:
             part = work.extend(plan)
+            work.added.append(part)
             part.arrived = arrived
             if not part.num_left:
                 arrived.set_result(True)
@@ -287,6 +288,7 @@ class TransferLoop:
         self._pairs.count(work.link.peer.worker_id, num_bytes=num_bytes)
         part = work.parts[key]
         part.num_left -= 1
+        part.arrived_at = None if part.num_left else self._clock.now()
         if not part.num_left and not part.arrived.done():
             part.arrived.set_result(True)
         return Done(key)
@@ -340,6 +342,9 @@ class TransferLoop:
                 lease=work.session.lease,
                 slot=work.slot,
             )
+            part = work.parts[key]
+            if part.begun_at is None:
+                part.begun_at, part.is_early = self._clock.now(), work.granted_at is None
         began = time.perf_counter()
         try:
             op = self._handshakes.backend_of(work.link).post(work.link, batch)

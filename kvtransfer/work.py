@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from kvtransfer.backends.base import Link, Op
 from kvtransfer.copies import Copies
-from kvtransfer.fetch import FetchResult, FetchTimes, Transfer, pinned_future
+from kvtransfer.fetch import FetchPart, FetchResult, FetchTimes, Transfer, pinned_future
 from kvtransfer.plan import Plan
 from kvtransfer.session import Session
 
@@ -17,6 +17,13 @@ class Part:
 
     num_left: int
     """That have not arrived."""
+    num_bytes: int = 0
+    num_descriptors: int = 0
+    begun_at: float | None = None
+    """When the first of them was posted."""
+    arrived_at: float | None = None
+    is_early: bool = False
+    """Begun before all that there is to read was known."""
     arrived: "Future[bool]" = field(default_factory=pinned_future)
     """True once all of them have, False when the fetch ended before."""
 
@@ -30,6 +37,8 @@ class Work:
     chunks: list[Copies] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
     """Of each chunk, the part that it belongs to."""
+    added: list[Part] = field(default_factory=list)
+    """In the order in which they were asked for."""
     to_post: deque[int] = field(default_factory=deque)
     """Keys whose turn has not come."""
     ops: dict[int, Op] = field(default_factory=dict)
@@ -43,7 +52,7 @@ class Work:
     early_post_s: float = 0.0
 
     def extend(self, plan: Plan) -> Part:
-        part = Part(num_left=len(plan.chunks))
+        part = Part(num_left=len(plan.chunks), num_bytes=plan.num_bytes, num_descriptors=plan.num_copies)
         self.chunks += plan.chunks
         self.parts += [part] * len(plan.chunks)
         return part
@@ -64,6 +73,16 @@ class Work:
             snapshot=session.snapshot,
             is_data_complete=session.is_data_complete,
             times=self._times(now),
+            parts=tuple(
+                FetchPart(
+                    begun_s=0.0 if part.begun_at is None else now - part.begun_at,
+                    arrived_s=None if part.arrived_at is None else now - part.arrived_at,
+                    num_bytes=part.num_bytes,
+                    num_descriptors=part.num_descriptors,
+                    is_early=part.is_early,
+                )
+                for part in self.added
+            ),
         )
 
     def _times(self, now: float) -> FetchTimes:

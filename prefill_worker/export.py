@@ -80,10 +80,15 @@ class _Export:
     num_tokens: int
     span: Span
     """For as long as the blocks are held."""
+    begun_at: float
     early: list[int] = field(default_factory=list)
     """Its first blocks, complete, leased and announced before it is sealed."""
     num_digested: int = 0
     """Of those."""
+    chunks: "list[tuple[Span, int]]" = field(default_factory=list)
+    """Of what is announced and not digested yet: a span, and the number of early blocks up to its end."""
+    last_chunk: str = ""
+    """Traceparent of the latest."""
     digesting: "asyncio.Task[None] | None" = None
     grant: Grant | None = None
     """Of all blocks."""
@@ -162,6 +167,7 @@ class Exports:
             attempt=attempt,
             lease=lease,
             num_tokens=num_tokens,
+            begun_at=now,
             span=self._context.telemetry.begin("kv.hold", parent=traceparent, handoff_id=handoff_id, attempt=attempt),
         )
         early = self._early.get(handoff_id)
@@ -177,6 +183,8 @@ class Exports:
             self._give_back(list(blocks))
             return
         export.early += blocks
+        if blocks:
+            self._begin_chunk(export, first_block, len(blocks))
         self._leases.set_ready(export.lease.ref.lease_id, len(export.early))
         view = self._leases.find(handoff_id)
         if view is not None and view.reader is not None:
@@ -190,7 +198,24 @@ class Exports:
         while fresh := export.early[export.num_digested :]:
             await asyncio.to_thread(self.digests.digest, fresh, num_complete=len(fresh))
             export.num_digested += len(fresh)
+            while export.chunks and export.chunks[0][1] <= export.num_digested:
+                export.chunks.pop(0)[0].end()
             await self._context.failpoints.reach("prefill.digested")
+
+    def _begin_chunk(self, export: _Export, first_block: int, num_blocks: int) -> None:
+        """Of blocks that a reader may fetch from now on; it ends when they are digested."""
+        span = self._context.telemetry.begin(
+            "kv.publish",
+            parent=export.span.traceparent,
+            kind="producer",
+            lease_id=export.lease.ref.lease_id,
+            epoch=export.lease.ref.epoch,
+            first_block=first_block,
+            blocks=num_blocks,
+            bytes=num_blocks * self._context.geometry.block_bytes,
+        )
+        export.chunks.append((span, first_block + num_blocks))
+        export.last_chunk = span.traceparent
 
     async def seal(self, handoff_id: HandoffId, blocks: list[int], first_tokens: tuple[FirstToken, ...]) -> bool:
         """Hold ``blocks`` (already leased in the pool) and tell the claimant. False: it is over, the blocks are given
@@ -199,6 +224,8 @@ class Exports:
         kind = context.digester.kind
         export = self._exports.get(handoff_id)
         num_complete = 0 if export is None else export.num_tokens // context.geometry.block_size
+        if export is not None and len(export.early) < len(blocks):
+            self._begin_chunk(export, len(export.early), len(blocks) - len(export.early))
         try:
             if export is not None and export.digesting is not None:
                 await asyncio.wait({export.digesting})  # what it digests is not digested again
@@ -229,6 +256,9 @@ class Exports:
         )
         if view.reader is not None:
             self._send_sealed(export, view.reader)
+        for span, _ in export.chunks:
+            span.end()
+        export.chunks.clear()
         self._give_back_early(export)
         await context.failpoints.reach("prefill.sealed", export.request_id)
         return True
@@ -414,6 +444,7 @@ class Exports:
                     slot=export.lease.slot,
                     first_block=first,
                     block_ids=tuple(export.early[first:]),
+                    traceparent=export.last_chunk,
                 )
             )
 
@@ -429,7 +460,7 @@ class Exports:
                     attempt=reader.attempt,
                     grant=grant,
                     first_tokens=export.first_tokens,
-                    traceparent=export.span.traceparent,
+                    traceparent=export.last_chunk or export.span.traceparent,
                 )
             )
 
@@ -479,7 +510,10 @@ class Exports:
         if ended.blocks:
             self._give_back(list(ended.blocks))
         if export is not None:
+            self._context.observed.hold(self._context.clock.now() - export.begun_at)
             self._give_back_early(export)
+            for span, _ in export.chunks:
+                span.end(str(outcome))
             export.span.end(str(outcome), blocks=len(ended.blocks), bytes=ended.num_bytes)
         self.room_freed.set()
         if error is not None and export is not None:

@@ -27,6 +27,7 @@ from core.errors import (
     Cancelled,
     ContextTooLong,
     DeadlineExceeded,
+    InternalError,
     LeaseExpired,
     OutOfBlocks,
     QueueFull,
@@ -35,7 +36,7 @@ from core.errors import (
     WorkerLost,
 )
 from core.handoff import PeerInfo, ToHolder, ToReader
-from core.ids import HandoffId, RequestId
+from core.ids import HandoffId, RequestId, format_incarnation
 from core.spans import Span
 from core.tasks import TaskScope
 from core.types import (
@@ -192,21 +193,32 @@ class PrefillRole:
                 kind="server",
                 attempt=asked.attempt,
                 tokens=num_tokens,
+                worker=context.worker_id,
+                incarnation=format_incarnation(context.incarnation),
             ),
         )
         self._attempts[key] = attempt
         self.exports.expect(request.handoff_id)
+        outcome = InternalError.slug
         try:
             async with asyncio.timeout(asked.deadline_s):
                 with attempt.span:
-                    return await self._run(request, attempt)
+                    reply = await self._run(request, attempt)
+            outcome = "ok"
+            return reply
         except TimeoutError:
+            outcome = DeadlineExceeded.slug
             raise DeadlineExceeded("the deadline passed during prefill") from None
         except asyncio.CancelledError:
+            outcome = Cancelled.slug if attempt.abort_error is None else attempt.abort_error.slug
             if attempt.abort_error is not None:
                 raise attempt.abort_error from None
             raise
+        except ServingError as error:
+            outcome = error.slug
+            raise
         finally:
+            context.attempts_ended[outcome] += 1
             self._attempts.pop(key, None)
             self.exports.expect_no_more(request.handoff_id)
 
@@ -257,6 +269,7 @@ class PrefillRole:
                     self.exports.end(handoff_id, Cancelled("the prefill ended without a first token"))
         sequence, output = leader, outputs[0]
         started_at = sequence.first_step_at or added_at
+        self._tell(attempt, sequence, arrived_at, started_at)
         return PrefillReply(
             first_tokens=firsts,
             num_cached_tokens=sequence.num_cached,
@@ -268,6 +281,20 @@ class PrefillRole:
             ),
             prompt_logprobs=output.prompt_logprobs,
         )
+
+    def _tell(self, attempt: _Attempt, sequence: Sequence, arrived_at: float, started_at: float) -> None:
+        """What became of the prompt, in spans of what was measured anyway."""
+        telemetry, parent = self._context.telemetry, attempt.span.traceparent
+        if attempt.span.is_told:
+            telemetry.tell("prefill.queue", arrived_at, started_at, parent=parent)
+            telemetry.tell(
+                "prefill.compute",
+                started_at,
+                time.monotonic(),
+                parent=parent,
+                tokens=sequence.num_prompt_computed,
+                cached_tokens=sequence.num_cached,
+            )
 
     async def _hold(
         self, handoff_id: HandoffId, attempt: _Attempt, sequences: list[Sequence], firsts: tuple[FirstToken, ...]

@@ -131,7 +131,7 @@ class RouterHandler:
         for end in request.ended:
             await self.end_placement(end)
         since = self._clock.now()
-        span = self._telemetry.begin("placement", parent=request.traceparent, kind="server", attempt=request.attempt)
+        span = self._telemetry.begin("route", parent=request.traceparent, kind="server", attempt=request.attempt)
         try:
             with span, self._autoscaler.placing(request) as placed:
                 placement = await self._room.place(request)
@@ -141,6 +141,11 @@ class RouterHandler:
                     reason=placement.reason,
                     prefill=placement.prefill.worker_id if placement.prefill is not None else "",
                     decode=placement.decode.worker_id,
+                    wait_s=placement.queue_s,
+                    runner_up=placement.runner_up,
+                    cached_tokens=placement.prediction.num_cached_tokens,
+                    predicted_ttft_s=placement.prediction.ttft_s,
+                    cost_s=placement.prediction.cost_s,
                 )
         except ServingError as error:
             model = request.model if request.model in self._placer.model_names() else ""

@@ -4,8 +4,10 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from core.errors import ERRORS_BY_SLUG, ContextTooLong, DeadlineExceeded, NoWorker, QueueFull
 from core.telemetry import METRIC_PREFIX
-from core.types import Role, WorkerState, WorkerStatus
+from core.types import Mode, Role, WorkerState, WorkerStatus
+from router.policy import FALLBACKS, Reason
 
 _WAIT_BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.5, 1, 2, 5, 10, 30, 60)
 
@@ -82,8 +84,24 @@ class RouterMetrics:
             name("pool_size"), "Workers that each pool is to have", ["model", "role"], registry=registry
         )
         self._pools = set(pools)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Series that a dashboard asks for are there before there is anything to count."""
         for model, role in self._pools:
             self.incarnations.labels(model, role)
+        for model in {model for model, _ in self._pools}:
+            for mode in Mode:
+                for reason in Reason:
+                    self.placements.labels(model, mode, reason)
+            for reason in FALLBACKS:
+                self.fallbacks.labels(model, reason)
+            for slug in (NoWorker.slug, QueueFull.slug, ContextTooLong.slug, DeadlineExceeded.slug):
+                self.refusals.labels(model, slug)
+        for outcome in ("ok", *ERRORS_BY_SLUG):
+            self.ended.labels(outcome)
+        for state in WorkerState:
+            self.transitions.labels(state)
 
     def show_scaling(self, model: str, role: Role, *, current: int, desired: int, target: int | None) -> None:
         """``target``: what the size would be without guards; unchanged where nothing could be said."""

@@ -1,13 +1,14 @@
 """What a role is given: the engine, the thread that runs it, the memory that transfers, and who we are."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from core.clock import Clock
 from core.config import ClusterConfig, ModelConfigSection, PoolConfig
-from core.errors import InvalidRequest, ModelNotFound, StaleIncarnation, WorkerDraining
+from core.errors import ERRORS_BY_SLUG, InvalidRequest, ModelNotFound, StaleIncarnation, WorkerDraining
 from core.failpoints import Failpoints
 from core.ids import Incarnation, RequestId, WorkerId
 from core.kv import KVFormat, KVGeometry
@@ -19,6 +20,7 @@ from kvtransfer.digest import Digester
 from kvtransfer.pairs import Pairs
 from rpc.server import RpcServer
 from worker.choices import check_choices
+from worker.observed import Observed
 from worker.proof import Proof
 from worker.samples import SampleLog
 from worker.step_thread import StepThread
@@ -48,6 +50,9 @@ class WorkerContext:
     """What steps and hand-offs took."""
     proof: Proof = field(default_factory=Proof)
     """That a hand-off was tried out, before the worker is ready."""
+    observed: Observed = field(default_factory=lambda: Observed({}))
+    attempts_ended: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(("ok", *ERRORS_BY_SLUG), 0)))
+    """Attempts that are over here, by outcome: ``ok`` or a slug."""
     is_draining: bool = False
 
     @property

@@ -59,6 +59,7 @@ from worker.drain import Drain
 from worker.membership import Membership
 from worker.metrics import WorkerMetrics
 from worker.mock import paced
+from worker.observed import Observed
 from worker.pair_news import PairNews
 from worker.step_thread import StepThread
 
@@ -136,6 +137,8 @@ class Worker:
             pairs=Pairs(CircuitSettings(num_failures=transfer.circuit_failures, open_s=transfer.circuit_open_s)),
             on_broken=lambda error: self._die(),
         )
+        own = {"model": self.context.model.name, "role": str(role)}
+        self.context.observed = Observed(own, self.context.telemetry.registry)
         self._memory = self._join_memory(paced(backend, engine), fallback and paced(fallback, engine))
         self.role = make_role(self.context, self._memory)
         self._drain = Drain(self.context.clock, limit_s=config.worker.drain_s, is_idle=self.role.is_idle)
@@ -331,10 +334,16 @@ class Worker:
         self._loop.call_soon_threadsafe(self._take_step, result, started_at, ended_at)
 
     def _take_step(self, result: StepResult, started_at: float, ended_at: float) -> None:
-        self.metrics.observe_step(result, ended_at - started_at)
+        self._observe_step(result, started_at, ended_at)
         if result.num_tokens:
             self.context.samples.add_step(result.work, ended_at - started_at)
         self.role.on_step(result, started_at, ended_at)
+
+    def _observe_step(self, result: StepResult, started_at: float, ended_at: float) -> None:
+        firsts = [one for one in result.outputs if one.index == 0 or (one.sequence.first_step_at or 0.0) >= started_at]
+        self.context.observed.step(
+            ended_at - started_at, num_tokens=len(result.outputs), num_firsts=len(firsts), ended_at=ended_at
+        )
 
     def _on_death(self, error: Exception) -> None:
         self._loop.call_soon_threadsafe(self._die)
@@ -406,9 +415,9 @@ class Worker:
             return "not joined to the router"
         return self.context.proof.why_not
 
-    def _render_metrics(self) -> bytes:
+    def _render_metrics(self, accept: str = "") -> bytes:
         self.metrics.refresh(self.load())
-        return self.context.telemetry.render_metrics()
+        return self.context.telemetry.render_metrics(accept)
 
 
 def _digester(engine: Engine, kind: DigestKind) -> Digester:

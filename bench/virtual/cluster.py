@@ -162,9 +162,7 @@ class MockCluster:
             max_attempts=self.config.gateway.limits.max_attempts,
             capacity_patience_s=self.config.router.placement_wait_s,
         )
-        self.pipeline = Pipeline(
-            self._router_wire, self.peers, limits, on_end=lambda run: self.reporter.add(run.record())
-        )
+        self.pipeline = Pipeline(self._router_wire, self.peers, limits)
         self._gateway_key = gateway_id, incarnation
 
     async def ready(self) -> None:
@@ -226,7 +224,10 @@ class MockCluster:
         run, outcome, sent_at = Run(request, [choice], StageClock(self._loop), blocks=blocks), OK, self._loop.time()
         try:
             async with asyncio.timeout(conversation.deadline_s + _MARGIN_S):
-                await self.pipeline.generate(run)
+                try:
+                    await self.pipeline.generate(run)
+                finally:
+                    self.reporter.add(run.record())
         except ServingError as error:
             outcome = error.slug
         except TimeoutError:

@@ -353,6 +353,13 @@ def _exceptions(bindings: Any) -> list[type[Exception]]:
     return [member for member in members if isinstance(member, type) and issubclass(member, Exception)]
 
 
+def plugins() -> tuple[str, ...]:
+    """What the installed NIXL can move memory with. Raises ConfigError where there is none."""
+    api, _ = _load()
+    agent = api.nixl_agent("doctor", api.nixl_agent_config(backends=[]))
+    return tuple(sorted(agent.get_plugin_list()))
+
+
 def _load() -> tuple[Any, Any]:
     """(api module, bindings module) of the first wheel that is installed. Raises ConfigError when none is."""
     for wheel in _WHEELS:

@@ -236,20 +236,22 @@ class Claim(_message.Message):
     def __init__(self, handoff_id: _Optional[str] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., ticket: _Optional[bytes] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("handoff_id", "lease", "slot", "first_block", "block_ids", "attempt")
+    __slots__ = ("handoff_id", "lease", "slot", "first_block", "block_ids", "attempt", "traceparent")
     HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     handoff_id: str
     lease: LeaseRef
     slot: int
     first_block: int
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     attempt: int
-    def __init__(self, handoff_id: _Optional[str] = ..., lease: _Optional[_Union[LeaseRef, _Mapping]] = ..., slot: _Optional[int] = ..., first_block: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, handoff_id: _Optional[str] = ..., lease: _Optional[_Union[LeaseRef, _Mapping]] = ..., slot: _Optional[int] = ..., first_block: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("lease", "slot", "block_ids", "first_block", "num_tokens", "digest", "digests")

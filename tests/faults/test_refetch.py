@@ -43,7 +43,7 @@ async def _prompt_tokens(cluster: ProcessCluster, what: str) -> int:
     """A counter of the prefill worker, as of now."""
     address = (await cluster.worker("prefill-0")).registration.http_address
     text = (await cluster.http.get(f"http://{address}/metrics")).text
-    line = next(line for line in text.splitlines() if line.startswith(f"baton_prompt_tokens_{what}{{"))
+    line = next(line for line in text.splitlines() if line.startswith(f"baton_prompt_tokens_{what}_total{{"))
     return int(float(line.split()[-1]))
 
 

@@ -57,13 +57,12 @@ RECORD = RequestRecord(
     decode_worker="decode-0",
     reason="cached_prefix",
     stages=(
-        ("prepare", 0.002),
-        ("place", 0.001),
-        ("queue", 0.095),
+        ("tokenize", 0.002),
+        ("route", 0.001),
+        ("prefill_queue", 0.095),
         ("prefill", 0.2),
         ("network", 0.003),
-        ("transfer_wait", 0.001),
-        ("transfer_move", 0.0194),
+        ("transfer", 0.0204),
         ("decode", 1.51),
     ),
     ttft_s=0.301,
@@ -86,9 +85,9 @@ because     cached_prefix: it holds the beginning of the prompt
 instead of  local:decode-0  cost 1.25 s  (first token 910.0 ms, 0 tokens cached)
 
 STAGE           PREDICTED          ACTUAL
-prepare         -                  2.0 ms
-place           -                  1.0 ms
-queue           80.0 ms            95.0 ms
+tokenize        -                  2.0 ms
+route           -                  1.0 ms
+prefill_queue   80.0 ms            95.0 ms
 prefill         210.0 ms           200.0 ms
 network         -                  3.0 ms
 transfer        12.0 ms            20.4 ms
@@ -131,7 +130,7 @@ def test_every_reason_has_words() -> None:
 
 def test_the_machine_readable_form_is_json_without_lost_digits() -> None:
     told = json.loads(json.dumps(to_json(RECORD)))
-    assert told["stages"]["queue"] == 0.095
+    assert told["stages"]["prefill_queue"] == 0.095
     placement = told["history"][0]["placement"]
     assert placement["path"] == "split:prefill-1>decode-0"
     assert placement["decode"]["incarnation"] == "4000000000000001"

@@ -175,8 +175,10 @@ async def test_timing_comes_only_when_asked_for_and_sums_up(open_site: OpenSite)
     asked = {"x-baton-timing": "1"}
     async with open_site() as site:
         assert "timing" not in (await site.client.post(CHAT, chat())).json()
-        plain = (await site.client.post(CHAT, chat(), headers=asked)).json()["timing"]
+        answer = await site.client.post(CHAT, chat(), headers=asked)
+        plain, told = answer.json()["timing"], answer.headers["x-baton-timing"]
         events = (await site.client.post(CHAT, chat(stream=True), headers=asked)).events()
+    assert told == ", ".join(f"{stage};dur={ms}" for stage, ms in plain["stages_ms"].items())
     for timing in (plain, events[-2]["timing"]):
         assert sum(timing["stages_ms"].values()) == pytest.approx(timing["total_ms"], abs=0.01)
         assert (timing["mode"], timing["attempts"], timing["decode_worker"]) == ("split", 1, "decode-0")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,9 +52,9 @@ class Rig:
         streams = TokenStreams(self.cluster, GatewayId("g"), Incarnation(7), MonotonicClock())
         self.peers = Peers(self.cluster, streams)
         limits = PipelineLimits(max_attempts=3, capacity_patience_s=0.2)
-        self.ended: list[Run] = []
+        self.runs: list[Run] = []
         self.deltas: dict[str, list[list[TextDelta]]] = {}
-        self.pipeline = Pipeline(self.cluster, self.peers, limits, on_end=self.ended.append)
+        self.pipeline = Pipeline(self.cluster, self.peers, limits)
 
     def run(self, *, rules: TextRules | None = None, deadline_s: float = 20.0, n: int = 1) -> Run:
         request = t.GenerateRequest(
@@ -72,6 +73,7 @@ class Rig:
             for number in range(n)
         ]
         run = Run(request, choices, StageClock(MonotonicClock()))
+        self.runs.append(run)
         self.deltas[run.request.request_id] = deltas
         return run
 
@@ -82,6 +84,10 @@ class Rig:
     async def text(self, run: Run) -> str:
         await self.pipeline.generate(run)
         return self.sent(run)
+
+    @property
+    def ended(self) -> list[Run]:
+        return [run for run in self.runs if run.outcome]
 
     @property
     def num_attempts(self) -> int:
@@ -474,22 +480,70 @@ async def test_stages_partition_the_time_of_a_request(fault: Fault) -> None:
         record = run.record()
         assert sum(seconds for _, seconds in record.stages) == pytest.approx(record.duration_s, abs=1e-6)
         assert all(seconds >= 0 for _, seconds in record.stages)
-        assert record.ttft_s <= record.duration_s
+        assert record.ttft_s <= record.duration_s and _is_gapless(record)
         assert record.num_completion_tokens == len(TEXT)
 
 
 @pytest.mark.parametrize("is_overtaken", [False, True])
 async def test_the_wait_for_the_kv_is_divided_by_what_d_measured_and_the_rest_is_network(is_overtaken: bool) -> None:
     """Overtaken: D's word that the KV is there came before P's answer, and ended the wait for both."""
-    async with rig(Script(steps=STEPS)) as r:
-        run, clock = r.run(), ManualClock()
+    run, clock = Rig(Script(steps=STEPS)).run(), ManualClock()
     run.stages = StageClock(clock)
-    clock.advance(1.0)
-    run.stages.mark("first" if is_overtaken else "transfer")
-    run.times = t.StageTimes(transfer_post_s=0.25, transfer_verify_s=0.125, transfer_backend="nixl")
-    run.finish()
-    told = {stage: seconds for stage, seconds in run.stages.stages() if seconds}
-    assert told == {"transfer_post": 0.25, "transfer_verify": 0.125, "network": 0.625}
+    number = run.begin_attempt(branch := Branch(choices=run.choices))
+    address = t.WorkerAddress(worker_id=WorkerId("d"), incarnation=Incarnation(1), address="d:1")
+    holder = replace(address, worker_id=WorkerId("p"))
+    ids = {"placement_id": PlacementId("p"), "handoff_id": HandoffId("h")}
+    placement = t.Placement(**ids, mode=t.Mode.SPLIT, decode=address, prefill=holder, queue_s=0.25)
+    clock.advance(0.5)
+    run.begin(branch, placement)
+    attempt = Attempt(run, branch, number, placement)
+
+    def first_chunk(**ended: Any) -> t.TokenChunk:
+        return t.TokenChunk(
+            request_id=run.request.request_id,
+            choice=0,
+            attempt=number,
+            first_index=0,
+            token_ids=(STEPS[0][0],),
+            **ended,
+        )
+
+    attempt.take(t.AdmitReply(verdict=t.AdmitVerdict.ACCEPTED))
+    told = first_chunk(stages=t.StageTimes(transfer_s=0.25, transfer_backend="nixl"))
+    first = t.FirstToken(choice=0, index=0, token_id=STEPS[0][0])
+    reply = t.PrefillReply(
+        first_tokens=(first,), num_cached_tokens=0, stages=t.StageTimes(prefill_queue_s=0.125, prefill_s=0.5)
+    )
+    for event in (told, reply) if is_overtaken else (reply, told):
+        clock.advance(1.0)
+        attempt.take(event)
+    clock.advance(2.0)
+    ended = t.StageTimes(transfer_s=0.25, decode_queue_s=0.5, decode_s=1.0, delivery_s=0.25, transfer_backend="nixl")
+    last = first_chunk(stages=ended, finish_reason=t.FinishReason.STOP)
+    attempt.take(replace(last, first_index=1))
+    clock.advance(0.5)
+    run.close(is_sent=True)
+    assert dict(run.stages.stages()) == {
+        "route_queue": 0.25,
+        "route": 0.25,
+        "prefill_queue": 0.125,
+        "prefill": 0.5,
+        "transfer": 0.25,
+        "network": 1.375,
+        "decode_queue": 0.5,
+        "decode": 1.0,
+        "delivery": 0.25 + 0.5,
+    }
+    record = run.record()
+    assert record.duration_s == 5.0 and _is_gapless(record)
+    whose = {one.stage: one.worker for one in record.timeline}
+    assert whose["prefill"] == "p" and whose["transfer"] == whose["decode"] == "d" and not whose["network"]
+
+
+def _is_gapless(record: t.RequestRecord) -> bool:
+    ends = [0.0, *(one.start_s + one.duration_s for one in record.timeline)]
+    starts = [one.start_s for one in record.timeline]
+    return starts == pytest.approx(ends[:-1], abs=1e-9) and ends[-1] == pytest.approx(record.duration_s, abs=1e-9)
 
 
 async def test_a_stop_given_as_a_special_tokens_text_is_a_stop_id_and_shows_its_reason() -> None:
