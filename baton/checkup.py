@@ -14,6 +14,7 @@ from pathlib import Path
 from baton.doctor import ask_pair
 from baton.status import table
 from core.config import ClusterConfig, split_address, ucx_transports
+from core.credentials import Credentials
 from core.errors import ConfigError, ServingError, WorkerLost
 from core.handoff import PairCheck
 from core.types import ClusterStatus, Role, WorkerState, WorkerStatus
@@ -39,14 +40,16 @@ class Finding:
     """What to do; empty where nothing is to be done."""
 
 
-async def check_all(config: ClusterConfig, router_address: str, *, as_json: bool) -> int:
+async def check_all(
+    config: ClusterConfig, router_address: str, *, as_json: bool, credentials: Credentials | None = None
+) -> int:
     """Print every finding; 1 when one has failed."""
     findings = [*check_models(config), *check_transfer(config), check_gpu(config), check_clock()]
-    status = await _status(router_address)
+    status = await _status(router_address, credentials)
     findings += check_ports(config, router_address, is_running=status is not None)
     if status is not None:
         findings += check_workers(status)
-        findings += await check_pairs(config, status)
+        findings += await check_pairs(config, status, credentials)
     print(json.dumps([asdict(one) for one in findings], indent=2) if as_json else render(findings))
     return EXIT_FAILED if any(one.verdict is Verdict.FAIL for one in findings) else 0
 
@@ -60,8 +63,8 @@ def render(findings: list[Finding]) -> str:
     return "\n\n".join(parts)
 
 
-async def _status(router_address: str) -> ClusterStatus | None:
-    async with RouterClient(router_address) as router:
+async def _status(router_address: str, credentials: Credentials | None) -> ClusterStatus | None:
+    async with RouterClient(router_address, credentials) as router:
         try:
             return await router.status()
         except WorkerLost:
@@ -199,7 +202,7 @@ def check_workers(status: ClusterStatus) -> Iterator[Finding]:
             )
 
 
-async def check_pairs(config: ClusterConfig, status: ClusterStatus) -> list[Finding]:
+async def check_pairs(config: ClusterConfig, status: ClusterStatus, credentials: Credentials | None) -> list[Finding]:
     """Each live pair is measured, one after the other: they share what they are measured on."""
     ready = [worker for worker in status.workers if worker.state is WorkerState.READY]
     pairs = [
@@ -209,13 +212,15 @@ async def check_pairs(config: ClusterConfig, status: ClusterStatus) -> list[Find
         if (p.registration.role, d.registration.role) == (Role.PREFILL, Role.DECODE)
         and p.registration.model.format_hash == d.registration.model.format_hash
     ]
-    return [await _check_pair(config, p, d) for p, d in pairs]
+    return [await _check_pair(config, p, d, credentials) for p, d in pairs]
 
 
-async def _check_pair(config: ClusterConfig, prefill: WorkerStatus, decode: WorkerStatus) -> Finding:
+async def _check_pair(
+    config: ClusterConfig, prefill: WorkerStatus, decode: WorkerStatus, credentials: Credentials | None
+) -> Finding:
     subject = f"pair {prefill.registration.worker_id} > {decode.registration.worker_id}"
     try:
-        check = await ask_pair(prefill.registration, decode.registration)
+        check = await ask_pair(prefill.registration, decode.registration, credentials)
     except ServingError as error:
         return Finding(subject=subject, verdict=Verdict.FAIL, message="cannot be measured", remedy=str(error))
     return judge_pair(subject, check, config.transfer.min_gb_per_s)

@@ -1,6 +1,6 @@
 """The command line: ``baton up``, ``chat``, ``bench``, ``profile``, ``plan``, ``status``, ``explain``, ``trace``,
-``top``, ``scale``, ``drain``, ``flip``, ``doctor``, ``keys``, ``config``; and ``router``, ``gateway``, ``worker``,
-``place``: one process of a cell, where no launcher of ours runs.
+``top``, ``scale``, ``drain``, ``flip``, ``rollout``, ``certs``, ``doctor``, ``keys``, ``config``; and ``router``,
+``gateway``, ``worker``, ``place``: one process of a cell, where no launcher of ours runs.
 
 Exit codes: 0 done, 1 it failed while running, 2 it cannot run as asked (the line says what to change), 130 interrupted.
 """
@@ -10,13 +10,16 @@ import asyncio
 import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from baton.bench_parser import add_bench_parser
 from baton.keys_parser import add_keys_parser
 from baton.plan_parser import add_plan_parser, add_profile_parser
 from baton.process import add_component_arguments, run_component
 from core.config import ClusterConfig, dump_config, load_config, read_secret
+from core.credentials import Credentials, open_credentials
 from core.errors import ConfigError, ServingError
+from core.security_config import Identity
 from deploy.launcher import ERROR_PREFIX, EXIT_CONFIG, EXIT_FAILED
 
 EXIT_INTERRUPTED = 130
@@ -82,28 +85,72 @@ def _chat(options: argparse.Namespace, config: ClusterConfig) -> int:
 def _status(options: argparse.Namespace, config: ClusterConfig) -> int:
     from baton.status import show_status
 
-    return asyncio.run(show_status(options.router or config.router.address, as_json=options.json))
+    return asyncio.run(
+        show_status(options.router or config.router.address, as_json=options.json, credentials=_credentials(config))
+    )
 
 
 def _scale(options: argparse.Namespace, config: ClusterConfig) -> int:
     from baton.pools import scale
 
     address = options.router or config.router.address
-    return asyncio.run(scale(address, options.model, options.size, wait_s=_wait_s(options)))
+    return asyncio.run(
+        scale(address, options.model, options.size, wait_s=_wait_s(options), credentials=_credentials(config))
+    )
 
 
 def _drain(options: argparse.Namespace, config: ClusterConfig) -> int:
     from baton.pools import drain
 
     address = options.router or config.router.address
-    return asyncio.run(drain(address, options.worker, reason=options.reason, wait_s=_wait_s(options)))
+    return asyncio.run(
+        drain(address, options.worker, reason=options.reason, wait_s=_wait_s(options), credentials=_credentials(config))
+    )
 
 
 def _flip(options: argparse.Namespace, config: ClusterConfig) -> int:
     from baton.pools import flip
 
     address = options.router or config.router.address
-    return asyncio.run(flip(address, options.worker, reason=options.reason, wait_s=_wait_s(options)))
+    return asyncio.run(
+        flip(address, options.worker, reason=options.reason, wait_s=_wait_s(options), credentials=_credentials(config))
+    )
+
+
+def _rollout_start(options: argparse.Namespace, config: ClusterConfig) -> int:
+    from baton.rollout import start
+
+    address = options.router or config.router.address
+    return asyncio.run(
+        start(
+            address,
+            config,
+            options.model or config.models[0].name,
+            revision=options.revision,
+            wait_s=_wait_s(options),
+            credentials=_credentials(config),
+        )
+    )
+
+
+def _rollout_status(options: argparse.Namespace, config: ClusterConfig) -> int:
+    from baton.rollout import show
+
+    address = options.router or config.router.address
+    return asyncio.run(show(address, as_json=options.json, credentials=_credentials(config)))
+
+
+def _certs(options: argparse.Namespace, config: ClusterConfig) -> int:
+    from core.made_certificates import make_certificates
+
+    written = make_certificates(Path(options.folder), domain=config.security.domain)
+    print("\n".join(map(str, written)) if written else f"{options.folder} has all of them, and none ends soon")
+    return 0
+
+
+def _credentials(config: ClusterConfig) -> Credentials | None:
+    """The operator's, by which a cluster with TLS lets us in."""
+    return open_credentials(config.security, Identity.OPERATOR)
 
 
 def _wait_s(options: argparse.Namespace) -> float:
@@ -113,13 +160,27 @@ def _wait_s(options: argparse.Namespace) -> float:
 def _explain(options: argparse.Namespace, config: ClusterConfig) -> int:
     from baton.explain import explain
 
-    return asyncio.run(explain(options.router or config.router.address, options.request_id, as_json=options.json))
+    return asyncio.run(
+        explain(
+            options.router or config.router.address,
+            options.request_id,
+            as_json=options.json,
+            credentials=_credentials(config),
+        )
+    )
 
 
 def _trace(options: argparse.Namespace, config: ClusterConfig) -> int:
     from baton.trace import show_trace
 
-    return asyncio.run(show_trace(options.router or config.router.listen, options.request_id, as_json=options.json))
+    return asyncio.run(
+        show_trace(
+            options.router or config.router.address,
+            options.request_id,
+            as_json=options.json,
+            credentials=_credentials(config),
+        )
+    )
 
 
 def _top(options: argparse.Namespace, config: ClusterConfig) -> int:
@@ -127,21 +188,29 @@ def _top(options: argparse.Namespace, config: ClusterConfig) -> int:
 
     if not options.interval > 0:
         raise ConfigError(f"--interval {options.interval:g} is no pause: give seconds above 0")
-    router = options.router or config.router.listen
-    return asyncio.run(show_top(router, interval_s=options.interval, num_looks=options.looks))
+    router = options.router or config.router.address
+    return asyncio.run(
+        show_top(router, interval_s=options.interval, num_looks=options.looks, credentials=_credentials(config))
+    )
 
 
 def _doctor(options: argparse.Namespace, config: ClusterConfig) -> int:
     from baton.checkup import check_all
 
-    return asyncio.run(check_all(config, options.router or config.router.listen, as_json=options.json))
+    return asyncio.run(
+        check_all(
+            config, options.router or config.router.address, as_json=options.json, credentials=_credentials(config)
+        )
+    )
 
 
 def _doctor_pair(options: argparse.Namespace, config: ClusterConfig) -> int:
     from baton.doctor import check_pair
 
     router = options.router or config.router.address
-    return asyncio.run(check_pair(router, options.prefill, options.decode, as_json=options.json))
+    return asyncio.run(
+        check_pair(router, options.prefill, options.decode, as_json=options.json, credentials=_credentials(config))
+    )
 
 
 def _config_show(options: argparse.Namespace, config: ClusterConfig) -> int:
@@ -240,6 +309,10 @@ def parser() -> argparse.ArgumentParser:
     pair.set_defaults(run=_doctor_pair)
 
     add_bench_parser(commands, common)
+    certs = commands.add_parser("certs", parents=[common], help="make a CA and a certificate for each kind of process")
+    certs.add_argument("folder", metavar="FOLDER", help="what it has already and does not end soon is kept")
+    certs.set_defaults(run=_certs)
+
     add_profile_parser(commands, common)
     add_plan_parser(commands, common)
     add_keys_parser(commands, common)
@@ -279,6 +352,28 @@ def _add_pool_parsers(
         "flip", parents=[common, live, named], help="let a worker finish and take the other role; the sizes follow"
     )
     flip.set_defaults(run=_flip)
+
+    _add_rollout_parsers(commands, common, live)
+
+
+def _add_rollout_parsers(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    common: argparse.ArgumentParser,
+    live: argparse.ArgumentParser,
+) -> None:
+    rollout = commands.add_parser("rollout", help="replace a model's workers, both roles in lockstep").add_subparsers(
+        metavar="COMMAND", required=True
+    )
+    start = rollout.add_parser(
+        "start", parents=[common, live], help="by workers of what --config and --set now say of the model"
+    )
+    start.add_argument("model", nargs="?", help="default: the first of the configuration")
+    start.add_argument("--revision", default="", metavar="NAME", help="default: a digest of the model's section")
+    start.set_defaults(run=_rollout_start)
+    status = rollout.add_parser("status", parents=[common], help="what was asked for last, and how far it is")
+    status.add_argument("--json", action="store_true")
+    status.add_argument("--router", metavar="HOST:PORT", help="default: the router of the configuration")
+    status.set_defaults(run=_rollout_status)
 
 
 def installed_version() -> str:

@@ -8,6 +8,7 @@ import json
 from dataclasses import asdict
 
 from baton.status import ask_router, table
+from core.credentials import Credentials
 from core.errors import ConfigError, WorkerLost
 from core.handoff import LinkMeasure, PairCheck
 from core.types import ClusterStatus, Role, WorkerAddress, WorkerRegistration, WorkerState, WorkerStatus
@@ -15,21 +16,25 @@ from deploy.launcher import EXIT_FAILED
 from rpc.clients import DecodeClient
 
 
-async def check_pair(router_address: str, prefill: str, decode: str, *, as_json: bool) -> int:
+async def check_pair(
+    router_address: str, prefill: str, decode: str, *, as_json: bool, credentials: Credentials | None = None
+) -> int:
     """Print what was found; 1 when no link is usable. Raises ConfigError for what is no pair of this cluster, PeerLost
     or WorkerLost when one of the two does not answer."""
-    status = await ask_router(router_address)
+    status = await ask_router(router_address, credentials)
     p, d = find(status, prefill, Role.PREFILL), find(status, decode, Role.DECODE)
     if p.model.name != d.model.name:
         raise ConfigError(f"{prefill} serves {p.model.name!r} and {decode} {d.model.name!r}: they are no pair")
-    check = await ask_pair(p, d)
+    check = await ask_pair(p, d, credentials)
     print(json.dumps(to_json(check), indent=2) if as_json else render(check))
     return 0 if check.is_good else EXIT_FAILED
 
 
-async def ask_pair(prefill: WorkerRegistration, decode: WorkerRegistration) -> PairCheck:
+async def ask_pair(
+    prefill: WorkerRegistration, decode: WorkerRegistration, credentials: Credentials | None = None
+) -> PairCheck:
     """Raises PeerLost or WorkerLost when one of the two does not answer."""
-    async with DecodeClient(_address(decode)) as client:
+    async with DecodeClient(_address(decode), credentials) as client:
         return await client.check_pair(_address(prefill))
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from baton.status import format_bytes, table
+from core.credentials import Credentials
 from core.errors import ConfigError, WorkerLost
 from core.ids import format_incarnation
 from core.reasons import REASONS
@@ -15,17 +16,21 @@ ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "resp_")
 """What an answer's own id has before the request's."""
 
 
-async def explain(router_address: str, request_id: str, *, as_json: bool) -> int:
+async def explain(
+    router_address: str, request_id: str, *, as_json: bool, credentials: Credentials | None = None
+) -> int:
     """Ask the router and print. Raises ConfigError when it does not answer or has no record of the request."""
-    records = await find_records(router_address, request_id)
+    records = await find_records(router_address, request_id, credentials)
     print(json.dumps([to_json(record) for record in records], indent=2) if as_json else render(records))
     return 0
 
 
-async def find_records(router_address: str, request_id: str) -> list[RequestRecord]:
+async def find_records(
+    router_address: str, request_id: str, credentials: Credentials | None = None
+) -> list[RequestRecord]:
     """Of a request and of the further prompts of its call, in their order. Raises ConfigError where there is none."""
     request_id = plain_id(request_id)
-    async with RouterClient(router_address) as router:
+    async with RouterClient(router_address, credentials) as router:
         try:
             found = await router.find_records(request_id)
         except WorkerLost:

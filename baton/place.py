@@ -3,15 +3,17 @@
 import asyncio
 import tempfile
 from collections.abc import Coroutine
+from functools import partial
 from pathlib import Path
 
 from baton.stop_signals import StopSignals
 from baton.up import make_launcher
 from core.config import ClusterConfig
-from core.types import Role
-from deploy.cluster import worker_spec
+from core.credentials import open_credentials
+from core.security_config import Identity
+from deploy.cluster import worker_of
 from deploy.kubernetes import KubernetesApi, KubernetesPools
-from deploy.launcher import ComponentEvent, ComponentSpec, Launcher, LaunchError
+from deploy.launcher import ComponentEvent, Launcher, LaunchError
 from deploy.pools import PoolKeeper
 from rpc.clients import RouterClient
 
@@ -41,7 +43,7 @@ async def _size(config: ClusterConfig, signals: StopSignals) -> None:
     await signals.attach(hurry=lambda: None)
     api = KubernetesApi(config.launcher.kubernetes)
     try:
-        async with RouterClient(config.router.address) as router:
+        async with RouterClient(config.router.address, open_credentials(config.security, Identity.OPERATOR)) as router:
             await KubernetesPools(config, api, say=_say).run(router)
     finally:
         await api.close()
@@ -54,11 +56,11 @@ async def _launch(config: ClusterConfig, signals: StopSignals) -> None:
         launcher = make_launcher(config, run_dir=Path(folder), log_dir=logs)
         await signals.attach(hurry=launcher.kill)
 
-        def spec(model: str, role: Role, number: int) -> ComponentSpec:
-            return worker_spec(config, config.model(model), role, number)
-
-        async with launcher, RouterClient(config.router.address) as router:
-            pools = PoolKeeper(config, launcher, spec, say=_say)
+        async with (
+            launcher,
+            RouterClient(config.router.address, open_credentials(config.security, Identity.OPERATOR)) as router,
+        ):
+            pools = PoolKeeper(config, launcher, partial(worker_of, config), say=_say)
             try:
                 await pools.start()
                 await _until_one_ends(pools.run(router), _follow(launcher, pools))

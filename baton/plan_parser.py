@@ -7,6 +7,8 @@ from pathlib import Path
 
 from baton.bench_parser import count, positive, share
 from core.config import ClusterConfig, read_secret
+from core.credentials import open_credentials
+from core.security_config import Identity
 
 
 def add_profile_parser(
@@ -87,8 +89,9 @@ def _profile(options: argparse.Namespace, config: ClusterConfig) -> int:
     from bench.sizing.profile_command import profile
 
     key = read_secret(API_KEY, options.key_file)
-    url, router = options.url or config.gateway.url, options.router or config.router.listen
-    return asyncio.run(profile(options, url=url, router=router, key=key))
+    url, router = options.url or config.gateway.url, options.router or config.router.address
+    credentials = open_credentials(config.security, Identity.OPERATOR)
+    return asyncio.run(profile(options, url=url, router=router, key=key, credentials=credentials))
 
 
 def _plan(options: argparse.Namespace, config: ClusterConfig) -> int:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from baton.status import ask_router
+from core.credentials import Credentials
 from core.errors import ConfigError, InvalidRequest, ServingError, WorkerLost
 from core.types import ClusterStatus, PoolSize, Role, WorkerState, WorkerStatus
 from rpc.clients import RouterClient
@@ -16,12 +17,14 @@ Progress = Callable[[ClusterStatus], tuple[bool, str]]
 """Whether it is done, and how far it is in one line."""
 
 
-async def drain(address: str, worker_id: str, *, reason: str, wait_s: float) -> int:
+async def drain(
+    address: str, worker_id: str, *, reason: str, wait_s: float, credentials: Credentials | None = None
+) -> int:
     """Returns once the worker is told, or with ``wait_s`` once it has left. Raises ConfigError and InvalidRequest."""
-    before = _worker(await ask_router(address), worker_id)
-    async with RouterClient(address) as router:
+    before = _worker(await ask_router(address, credentials), worker_id)
+    async with RouterClient(address, credentials) as router:
         await router.drain(worker_id, reason)
-    print(f"{worker_id} takes no new work{_alone(await ask_router(address), before)}", flush=True)
+    print(f"{worker_id} takes no new work{_alone(await ask_router(address, credentials), before)}", flush=True)
 
     def progress(status: ClusterStatus) -> tuple[bool, str]:
         worker = _find(status, worker_id)
@@ -29,13 +32,15 @@ async def drain(address: str, worker_id: str, *, reason: str, wait_s: float) -> 
             return True, f"{worker_id} has left"
         return False, describe_drain(worker)
 
-    return await _follow(address, progress, wait_s)
+    return await follow(address, progress, wait_s, credentials)
 
 
-async def flip(address: str, worker_id: str, *, reason: str, wait_s: float) -> int:
+async def flip(
+    address: str, worker_id: str, *, reason: str, wait_s: float, credentials: Credentials | None = None
+) -> int:
     """The same for a worker that takes the other role; then it serves again."""
-    before = _worker(await ask_router(address), worker_id)
-    async with RouterClient(address) as router:
+    before = _worker(await ask_router(address, credentials), worker_id)
+    async with RouterClient(address, credentials) as router:
         sizes = await router.flip(worker_id, reason)
     model = before.registration.model.name
     print(f"{worker_id} will change its role; {model}: {_sizes(sizes, model)}", flush=True)
@@ -49,14 +54,16 @@ async def flip(address: str, worker_id: str, *, reason: str, wait_s: float) -> i
         role = worker.registration.role
         return worker.state is WorkerState.READY, f"{worker_id} is a {role} worker now, {worker.state}"
 
-    return await _follow(address, progress, wait_s)
+    return await follow(address, progress, wait_s, credentials)
 
 
-async def scale(address: str, model: str, wanted: Sequence[str], *, wait_s: float) -> int:
+async def scale(
+    address: str, model: str, wanted: Sequence[str], *, wait_s: float, credentials: Credentials | None = None
+) -> int:
     """``wanted``: such as ``prefill=2``. With ``wait_s``: until every pool of the model has its size."""
     pools = tuple(_parse(model, text) for text in wanted)
-    await ask_router(address)
-    async with RouterClient(address) as router:
+    await ask_router(address, credentials)
+    async with RouterClient(address, credentials) as router:
         sizes = await router.scale(pools)
     print(f"{model}: {_sizes(sizes, model)}", flush=True)
 
@@ -72,7 +79,7 @@ async def scale(address: str, model: str, wanted: Sequence[str], *, wait_s: floa
         line += "".join(f"; {pool.problem}" for pool in here if pool.problem)
         return not leaving and all(pool.ready == pool.desired and not pool.problem for pool in here), line
 
-    return await _follow(address, progress, wait_s)
+    return await follow(address, progress, wait_s, credentials)
 
 
 def describe_drain(worker: WorkerStatus) -> str:
@@ -92,14 +99,14 @@ def describe_drain(worker: WorkerStatus) -> str:
     return f"{worker_id} finishes: {left}; hands back what is left in {load.drain_left_s:.0f} s"
 
 
-async def _follow(address: str, progress: Progress, wait_s: float) -> int:
+async def follow(address: str, progress: Progress, wait_s: float, credentials: Credentials | None) -> int:
     """Print what changes until it is done. Raises ServingError when it is not in time."""
     if not wait_s:
         return 0
     until, said, said_at = time.monotonic() + wait_s, "", 0.0
     while True:
         try:
-            is_done, line = progress(await ask_router(address))
+            is_done, line = progress(await ask_router(address, credentials))
         except (ConfigError, WorkerLost):
             is_done, line = False, f"the router at {address} does not answer"
         now = time.monotonic()

@@ -4,26 +4,28 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from core.credentials import Credentials
 from core.errors import ConfigError, WorkerLost
 from core.ids import format_incarnation
 from core.types import ClusterStatus, ExecutionKind, ScalingStatus, WorkerStatus
 from rpc.clients import RouterClient
 
 
-async def ask_router(router_address: str) -> ClusterStatus:
+async def ask_router(router_address: str, credentials: Credentials | None = None) -> ClusterStatus:
     """Raises ConfigError when it does not answer."""
-    async with RouterClient(router_address) as router:
+    async with RouterClient(router_address, credentials) as router:
         try:
             return await router.status()
-        except WorkerLost:
+        except WorkerLost as error:
             raise ConfigError(
-                f"no router answers at {router_address}: start a cluster with `baton up`, or name it with --router"
+                f"no router answers at {router_address} ({error.message}): start a cluster with `baton up`, or name it "
+                "with --router"
             ) from None
 
 
-async def show_status(router_address: str, *, as_json: bool) -> int:
+async def show_status(router_address: str, *, as_json: bool, credentials: Credentials | None = None) -> int:
     """Ask the router and print. Raises ConfigError when it does not answer."""
-    status = await ask_router(router_address)
+    status = await ask_router(router_address, credentials)
     print(json.dumps(to_json(status), indent=2) if as_json else render(status))
     return 0
 
@@ -55,6 +57,7 @@ def _worker_to_json(worker: WorkerStatus) -> dict[str, object]:
         "incarnation": format_incarnation(registration.incarnation),
         "model": registration.model.name,
         "role": registration.role,
+        "revision": registration.revision,
         "state": worker.state,
         "next_role": worker.next_role,
         "drain_left_s": load.drain_left_s,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.status import format_bytes, table
+from core.credentials import Credentials
 from core.errors import ConfigError, WorkerLost
 from core.ids import Incarnation, WorkerId
 from core.types import ClusterStatus, RequestRecord, WorkerLoad, WorkerStatus
@@ -28,14 +29,16 @@ class Look:
     """Newest first."""
 
 
-async def show_top(router_address: str, *, interval_s: float, num_looks: int) -> int:
+async def show_top(
+    router_address: str, *, interval_s: float, num_looks: int, credentials: Credentials | None = None
+) -> int:
     """Until it is interrupted, or after ``num_looks`` (0: no end). Raises ConfigError when the router does not answer
     at first; later it says so and goes on."""
     before: Look | None = None
     is_terminal, number = sys.stdout.isatty(), 0
     while True:
         try:
-            now = await _look(router_address)
+            now = await _look(router_address, credentials)
         except WorkerLost:
             if before is None:
                 raise ConfigError(
@@ -51,8 +54,8 @@ async def show_top(router_address: str, *, interval_s: float, num_looks: int) ->
         await asyncio.sleep(interval_s)
 
 
-async def _look(router_address: str) -> Look:
-    async with RouterClient(router_address) as router:
+async def _look(router_address: str, credentials: Credentials | None) -> Look:
+    async with RouterClient(router_address, credentials) as router:
         status = await router.status()
         found = await router.find_records("", MAX_RECORDS)
     return Look(at=time.monotonic(), status=status, records=found.records)

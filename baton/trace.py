@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from baton.explain import find_records, path_of, to_json
 from baton.status import format_bytes
+from core.credentials import Credentials
 from core.types import RequestRecord, StageInterval, TransferChunk
 
 MIN_WIDTH = 64
@@ -13,9 +14,11 @@ STAGE_BAR, EARLY_BAR, LATE_BAR = "█", "░", "▒"
 """An early chunk moved while the prompt was computed."""
 
 
-async def show_trace(router_address: str, request_id: str, *, as_json: bool) -> int:
+async def show_trace(
+    router_address: str, request_id: str, *, as_json: bool, credentials: Credentials | None = None
+) -> int:
     """Ask the router and print. Raises ConfigError when it does not answer or has no record of the request."""
-    records = await find_records(router_address, request_id)
+    records = await find_records(router_address, request_id, credentials)
     if as_json:
         print(json.dumps([to_json(record) for record in records], indent=2))
     else:

@@ -11,7 +11,10 @@ import httpx
 from baton.status import table
 from baton.stop_signals import StopSignals
 from core.config import ClusterConfig
+from core.credentials import open_credentials
 from core.errors import ConfigError
+from core.made_certificates import make_certificates
+from core.security_config import Identity
 from deploy.cluster import Cluster, resolve_ports
 from deploy.launcher import EXIT_CONFIG, ComponentEvent, ComponentState, Launcher, LaunchError
 from deploy.process import ProcessLauncher
@@ -33,6 +36,10 @@ def up(config: ClusterConfig, *, log_dir: str | None) -> int:
     for model in config.models:
         open_model(model.path)  # a missing or broken model is told, a remote one fetched, before anything is started
     config = resolve_ports(config)
+    if config.security.tls == "auto":
+        make_certificates(Path(config.security.folder).expanduser(), domain=config.security.domain)
+    for identity in Identity:
+        open_credentials(config.security, identity)  # a bad certificate is told before anything is started
     with StopSignals() as signals:
         asyncio.run(_run(config, signals, log_dir))
     return 0

@@ -68,6 +68,9 @@ class ScriptedWorker:
     async def report_pools(self, report: t.LauncherReport) -> tuple[t.PoolSize, ...]:
         raise NotImplementedError
 
+    async def start_rollout(self, rollout: t.Rollout) -> None:
+        raise NotImplementedError
+
     async def scale(self, pools: tuple[t.PoolSize, ...]) -> tuple[t.PoolSize, ...]:
         raise NotImplementedError
 

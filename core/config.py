@@ -218,6 +218,9 @@ class ModelConfigSection(_Section):
     """One served model and its pools."""
 
     name: str = Field(default=DEFAULT_MODEL, min_length=1, max_length=200)
+    revision: str = Field(default="", max_length=64)
+    """Names this state of the section: hand-offs never cross from one revision to another. `baton rollout start` gives
+    one."""
     path: str = DEFAULT_MODEL
     """An alias, a local folder, a .gguf file, or a hub id."""
     max_context: int | Literal["auto"] = "auto"
@@ -595,6 +598,15 @@ class ClusterConfig(_Section):
             raise ValueError(
                 f"transfer.backend {self.transfer.backend!r} does not reach the memory of a GPU ({', '.join(on_gpu)}): "
                 "set it to nixl, or device to cpu"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _nothing_in_the_clear(self) -> Self:
+        if self.security.is_on and self.transfer.backend == "dist":
+            raise ValueError(
+                f"transfer.backend is 'dist', whose library has no TLS, and security.tls is {self.security.tls!r}: use "
+                "tcp, which has it, or nixl, whose agents meet over mTLS only; or set security.tls to 'off'"
             )
         return self
 

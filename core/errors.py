@@ -197,6 +197,14 @@ class BackendFailed(TransferError):
     slug = "backend_failed"
 
 
+class TicketRefused(TransferError):
+    """Of the router's word that a worker may take a hand-off: a new placement brings a new one."""
+
+    slug = "ticket_refused"
+    recovery = Recovery.REPLACE
+    blame = Blame.NONE
+
+
 class WorkerError(ServingError):
     slug = "worker_error"
     grpc_status = "UNAVAILABLE"

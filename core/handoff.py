@@ -132,6 +132,8 @@ class Hello:
     """D introduces itself; the first message of the stream. Formats are compared before anything else is used."""
 
     peer: PeerInfo
+    ticket: bytes = b""
+    """Of the router, for this pair: where tickets are asked for, P tells nothing of its memory without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

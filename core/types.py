@@ -523,6 +523,11 @@ class WorkerRegistration:
     max_mixed_tokens: int = 0
     """Prompt tokens of a step in which answers advance too; 0 says that there is no such limit."""
 
+    @property
+    def pairing(self) -> tuple[str, str]:
+        """Workers of a model hand off only where this is equal: KV format and revision."""
+        return self.model.format_hash, self.revision
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSample:
@@ -603,6 +608,15 @@ class CommandKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TicketKey:
+    """By which one prefill worker checks the tickets of its readers (core/tickets.py)."""
+
+    secret: bytes = field(repr=False)
+    age_s: float
+    """At the router."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerCommand:
     """What the router tells a worker over its membership stream."""
 
@@ -612,6 +626,10 @@ class WorkerCommand:
     """Of a flip: the role to take."""
     peers: tuple[WorkerAddress, ...] = ()
     """With JOINED and PEERS: the live workers of the other role whose KV has this worker's format."""
+    tickets: tuple[bytes, ...] = field(default=(), repr=False)
+    """Of a cluster with tickets, to a decode worker: by which it is introduced to each of ``peers``."""
+    ticket_key: TicketKey | None = None
+    """Of a cluster with tickets, to a prefill worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -669,6 +687,20 @@ class ClusterStatus:
     """Requests waiting at the router for a worker."""
     scaling: tuple["ScalingStatus", ...] = ()
     """Of models whose autoscaler is not off."""
+    rollouts: tuple["Rollout", ...] = ()
+    """The last of each model, over or not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """What all workers of a model are to become; the router keeps it, launchers make it true."""
+
+    model: str
+    revision: str
+    section: str = field(repr=False)
+    """The model's section of the configuration, with this revision, as JSON."""
+    age_s: float
+    """How long ago somebody asked for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -713,6 +745,7 @@ class LauncherReport:
 
     pools: tuple[PoolSize, ...]
     problems: tuple[PoolProblem, ...] = ()
+    rollouts: tuple[Rollout, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

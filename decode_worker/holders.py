@@ -48,7 +48,6 @@ from kvtransfer.choice import PairReport
 from kvtransfer.circuit import Circuit, CircuitState
 from kvtransfer.layout import check_peer
 from kvtransfer.transfer_thread import TransferThread
-from rpc.clients import HandoffClient
 from worker.context import WorkerContext
 
 log = logging.getLogger(__name__)
@@ -123,12 +122,15 @@ class Holder:
         address: WorkerAddress,
         dial: Dial,
         is_superseded: Callable[[WorkerAddress], bool],
+        ticket: bytes,
     ) -> None:
+        """``ticket``: by which the router introduces us."""
         self._context = context
         self._transfers = transfers
         self._me = me
         self._dial = dial
         self._is_superseded = is_superseded
+        self._ticket = ticket
         self.address = address
         self._outgoing: asyncio.Queue[ToHolder] = asyncio.Queue()
         self._offers: dict[tuple[HandoffId, int], Offer] = {}
@@ -212,7 +214,7 @@ class Holder:
         return self._lost is not None
 
     async def _messages(self) -> AsyncIterator[ToHolder]:
-        yield Hello(peer=self._me)
+        yield Hello(peer=self._me, ticket=self._ticket)
         while True:
             yield await self._outgoing.get()
 
@@ -276,9 +278,7 @@ class Holder:
 class Holders:
     """All holders of this decode worker, dialled on demand."""
 
-    def __init__(
-        self, context: WorkerContext, transfers: TransferThread, me: PeerInfo, *, dial: Dial = HandoffClient
-    ) -> None:
+    def __init__(self, context: WorkerContext, transfers: TransferThread, me: PeerInfo, *, dial: Dial) -> None:
         self._context = context
         self._transfers = transfers
         self._me = me
@@ -292,8 +292,9 @@ class Holders:
         """Of each worker that answered: its dial that came last."""
 
     @contextmanager
-    def hand_off(self, address: WorkerAddress, *, is_retry: bool = False) -> Iterator[Holder]:
-        """The holder of that incarnation for one hand-off, whose end tells of the pair. Never waits.
+    def hand_off(self, address: WorkerAddress, *, is_retry: bool = False, ticket: bytes = b"") -> Iterator[Holder]:
+        """The holder of that incarnation for one hand-off, whose end tells of the pair. Never waits. ``ticket``: its
+        own, which also introduces us.
 
         Raises BackendFailed while the pair's circuit is open."""
         worker_id, pairs = address.worker_id, self._context.pairs
@@ -306,7 +307,7 @@ class Holders:
         begun = circuit.begin()
         pairs.count(worker_id, num_handoffs=1, num_retries=int(is_retry))
         try:
-            yield self.get(address)
+            yield self.get(address, ticket)
         except ServingError as error:
             if error.blame is Blame.PAIR:
                 pairs.count_failure(worker_id, error.slug)
@@ -377,7 +378,7 @@ class Holders:
             return error.message
         return "" if report.chosen is not None else report.reason
 
-    def get(self, address: WorkerAddress) -> Holder:
+    def get(self, address: WorkerAddress, ticket: bytes = b"") -> Holder:
         """The holder of that incarnation, dialling it if needed, whatever the state of the circuit. Never waits."""
         holder = self._holders.get(address.incarnation)
         if holder is None or holder.is_lost:
@@ -392,6 +393,7 @@ class Holders:
                 address,
                 self._dial,
                 partial(self._is_superseded, self._num_dials),
+                ticket or self._context.tickets.to_show(address.incarnation),
             )
             self._holders[address.incarnation] = holder
             self._scope.spawn(holder.run(), name=address.worker_id)

@@ -225,10 +225,11 @@ class Intake:
         engine = self._context.engine
         hashes = engine.hash_prefix(admission.tokens, admission.asked.request.cache_salt)
         held = engine.pool.hold(hashes, admission.reservation)
-        assert admission.asked.prefill is not None
-        is_retry = admission.asked.request.attempt > 1
+        asked = admission.asked
+        assert asked.prefill is not None
+        is_retry = asked.request.attempt > 1
         try:
-            with self._holders.hand_off(admission.asked.prefill, is_retry=is_retry) as holder:
+            with self._holders.hand_off(asked.prefill, is_retry=is_retry, ticket=asked.ticket) as holder:
                 sealed, blocks = await self._move(admission, holder, num_held=len(held))
         except BaseException:
             engine.pool.free(held)

@@ -64,10 +64,11 @@ class DecodeRole:
     """See worker/context.py for the contract of a role, proto/decode.proto for that of the calls."""
 
     def __init__(
-        self, context: WorkerContext, transfers: TransferThread, me: PeerInfo, *, dial: Dial = HandoffClient
+        self, context: WorkerContext, transfers: TransferThread, me: PeerInfo, *, dial: Dial | None = None
     ) -> None:
         self._context = context
         self._transfers = transfers
+        dial = dial or partial(HandoffClient, credentials=context.credentials)
         self._holders = Holders(context, transfers, me, dial=dial)
         self._intake = Intake(context, transfers, self._holders)
         self._admissions: dict[AttemptKey, Admission] = {}

@@ -6,9 +6,12 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from core.config import ClusterConfig, ModelConfigSection, PoolConfig, config_to_json, split_address
+from core.credentials import open_credentials
 from core.errors import ConfigError
+from core.security_config import Identity
 from core.types import Role
 from deploy.launcher import ComponentEvent, ComponentKind, ComponentResources, ComponentSpec, Launcher
 from deploy.pools import PoolKeeper
@@ -65,6 +68,12 @@ def worker_spec(config: ClusterConfig, model: ModelConfigSection, role: Role, in
     return replace(spec, restart=replace(spec.restart, may_leave=True))
 
 
+def worker_of(config: ClusterConfig, section: ModelConfigSection, role: Role, number: int) -> ComponentSpec:
+    """``section`` is the configuration's own, or that of a later revision."""
+    models = tuple(section if model.name == section.name else model for model in config.models)
+    return worker_spec(config.model_copy(update={"models": models}), section, role, number)
+
+
 class Cluster:
     """Starts the components of one configuration on a launcher and keeps pools at their desired sizes."""
 
@@ -73,7 +82,7 @@ class Cluster:
     ) -> None:
         self._config = config
         self._launcher = launcher
-        self._pools = PoolKeeper(config, launcher, self._make_worker, say=say)
+        self._pools = PoolKeeper(config, launcher, partial(worker_of, config), say=say)
 
     async def start(self) -> tuple[str, ...]:
         """Start everything; who needs whom is settled by their own retries. Returns the names, in a reader's order."""
@@ -90,11 +99,9 @@ class Cluster:
 
     async def keep(self) -> None:
         """Bring pools to the sizes that the router says, whenever they change; until cancelled."""
-        async with RouterClient(self._config.router.address) as router:
+        credentials = open_credentials(self._config.security, Identity.OPERATOR)
+        async with RouterClient(self._config.router.address, credentials) as router:
             await self._pools.run(router)
-
-    def _make_worker(self, model: str, role: Role, number: int) -> ComponentSpec:
-        return worker_spec(self._config, self._config.model(model), role, number)
 
 
 def _spec(

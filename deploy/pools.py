@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
+from pydantic import ValidationError
+
 from core.clock import Clock, MonotonicClock
-from core.config import ClusterConfig
+from core.config import ClusterConfig, ModelConfigSection
 from core.errors import ServingError
 from core.tasks import TaskScope
-from core.types import LauncherReport, PoolProblem, PoolSize, Role, WorkerState, WorkerStatus
+from core.types import LauncherReport, PoolProblem, PoolSize, Role, Rollout, WorkerState, WorkerStatus
 from deploy.launcher import ComponentEvent, ComponentSpec, ComponentState, Launcher
 from deploy.plan import Member, Plan, Pool, Standing, free_number, plan
 from rpc.clients import RouterClient
@@ -30,8 +32,8 @@ FIRST_RETRY_S, MAX_RETRY_S = 10.0, 300.0
 LEAVE_MARGIN_S = 15.0
 """Beyond ``worker.drain_s``: who has not left by then hangs, and is stopped."""
 
-MakeSpec = Callable[[str, Role, int], ComponentSpec]
-"""(model, role, number of the worker)."""
+MakeSpec = Callable[[ModelConfigSection, Role, int], ComponentSpec]
+"""(the model's section, role, number of the worker)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,6 +44,7 @@ class _Worker:
     started_as: Pool
     pool: Pool | None
     age: int
+    revision: str
     state: ComponentState = ComponentState.STARTED
     pid: int = 0
     message: str = ""
@@ -73,6 +76,10 @@ class PoolKeeper:
             (model.name, role): (pool.replicas, None) for model in config.models for role, pool in model.pools.items()
         }
         """(replicas, when somebody said so)."""
+        self._sections = {model.name: model for model in config.models}
+        """Of new workers."""
+        self._rollouts: dict[str, tuple[Rollout, float]] = {}
+        """(the last one, when somebody asked for it)."""
         self._num_failures: dict[Pool, int] = {}
         self._wake = asyncio.Event()
         self._is_running = False
@@ -147,8 +154,10 @@ class PoolKeeper:
         """Ask what is wanted and who is there, and take the steps that bring them together. Raises a ServingError of
         the router's, with the rest to be done next time."""
         await self._forget_ended()
-        self._take_sizes(await router.report_pools(LauncherReport(pools=self._sizes(), problems=self._problems())))
+        report = LauncherReport(pools=self._sizes(), problems=self._problems(), rollouts=self._known_rollouts())
+        self._take_sizes(await router.report_pools(report))
         status = await router.status()
+        self._take_rollouts(status.rollouts)
         desired = {pool: replicas for pool, (replicas, _) in self._desired.items()}
         if any(desired.get((pool.model, pool.role), pool.desired) != pool.desired for pool in status.pools):
             self._wake.set()  # changed in between, with what it means for workers: only one moment's view is acted on
@@ -158,13 +167,16 @@ class PoolKeeper:
             self._look_at(worker, statuses.get(worker.name))
         await self._stop_hanging()
         members = [self._member(worker, statuses.get(worker.name)) for worker in self._workers.values()]
-        steps = plan(desired, members)
+        leaving = {worker.started_as[0] for worker in self._workers.values() if worker.pool is None}
+        targets = {model: section.revision for model, section in self._sections.items()}
+        steps = plan(desired, members, targets=targets, leaving=leaving)
         for name in steps.cancel:
             self._say(f"{name} is not needed any more")
             await self._stop(name)
         for name in steps.drain:
-            self._say(f"{name} drains: its pool is larger than asked for")
-            await router.drain(name, "its pool is larger than asked for")
+            why = self._why_it_goes(name)
+            self._say(f"{name} drains: {why}")
+            await router.drain(name, why)
         for pool in steps.start:
             name = await self._start(pool, statuses)
             self._say(f"starting {name}")
@@ -189,6 +201,31 @@ class PoolKeeper:
                 for worker in self._workers.values():
                     worker.retry_at = now if worker.started_as == pool else worker.retry_at
             self._desired[pool] = (size.replicas, None if size.age_s is None else now - size.age_s)
+
+    def _known_rollouts(self) -> tuple[Rollout, ...]:
+        now = self._clock.now()
+        return tuple(replace(rollout, age_s=now - said_at) for rollout, said_at in self._rollouts.values())
+
+    def _take_rollouts(self, rollouts: Iterable[Rollout]) -> None:
+        for rollout in rollouts:
+            section = self._sections.get(rollout.model)
+            if section is None or section.revision == rollout.revision:
+                continue
+            try:
+                wanted = ModelConfigSection.model_validate_json(rollout.section)
+            except ValidationError as error:
+                log.warning("rollout not understood", extra={"model": rollout.model, "reason": str(error)})
+                continue
+            self._say(f"{rollout.model}: rolling out revision {rollout.revision}")
+            self._sections[rollout.model] = wanted
+            self._rollouts[rollout.model] = (rollout, self._clock.now() - rollout.age_s)
+
+    def _why_it_goes(self, name: str) -> str:
+        worker = self._workers[name]
+        target = self._sections[worker.started_as[0]].revision
+        if worker.revision == target:
+            return "its pool is larger than asked for"
+        return f"revision {target} takes its place"
 
     def _problems(self) -> tuple[PoolProblem, ...]:
         """Of each pool the first one."""
@@ -216,7 +253,14 @@ class PoolKeeper:
     def _member(self, worker: _Worker, status: WorkerStatus | None) -> Member:
         if status is not None and status.registration.pid != worker.pid:
             status = None  # the process before this one
-        member = Member(name=worker.name, pool=worker.pool, age=worker.age, standing=_standing(worker, status))
+        member = Member(
+            name=worker.name,
+            pool=worker.pool,
+            age=worker.age,
+            standing=_standing(worker, status),
+            revision=worker.revision,
+            is_ready=status is not None and status.state is WorkerState.READY,
+        )
         if status is None:
             return member
         load = status.load
@@ -247,10 +291,13 @@ class PoolKeeper:
     async def _start(self, pool: Pool, known: Iterable[str]) -> str:
         """A worker under a name that nobody has: not here, and not at the router."""
         model, role = pool
-        prefix = self._make_spec(model, role, 0).name.rpartition("-")[0]
-        spec = self._make_spec(model, role, free_number((*self._workers, *known), prefix))
+        section = self._sections[model]
+        prefix = self._make_spec(section, role, 0).name.rpartition("-")[0]
+        spec = self._make_spec(section, role, free_number((*self._workers, *known), prefix))
         self._num_started += 1
-        self._workers[spec.name] = _Worker(name=spec.name, started_as=pool, pool=pool, age=self._num_started)
+        self._workers[spec.name] = _Worker(
+            name=spec.name, started_as=pool, pool=pool, age=self._num_started, revision=section.revision
+        )
         try:
             await self._launcher.start(spec)
         except BaseException:

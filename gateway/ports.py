@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
 from core import types as t
+from core.credentials import Credentials
 from core.ids import GatewayId, Incarnation
 from rpc.clients import DecodeClient, PrefillClient
 
@@ -54,8 +55,11 @@ class ClientFactory(Protocol):
 class RpcClients:
     """The real factory."""
 
+    def __init__(self, credentials: Credentials | None = None) -> None:
+        self._credentials = credentials
+
     def prefill(self, worker: t.WorkerAddress) -> PrefillPort:
-        return PrefillClient(worker)
+        return PrefillClient(worker, self._credentials)
 
     def decode(self, worker: t.WorkerAddress) -> DecodePort:
-        return DecodeClient(worker)
+        return DecodeClient(worker, self._credentials)

@@ -11,9 +11,11 @@ from collections.abc import Callable, Mapping
 import uvloop
 
 from core.config import ClusterConfig, split_address
+from core.credentials import Credentials, open_credentials
 from core.errors import ConfigError, InternalError
 from core.ids import GatewayId, new_incarnation
 from core.probes import ProbeServer
+from core.security_config import Identity
 from core.tasks import TaskScope
 from core.telemetry import Telemetry, setup_telemetry
 from gateway.access.assembly import open_access
@@ -44,9 +46,12 @@ def run(
     telemetry = setup_telemetry("gateway", config.telemetry)
     certificate = Certificate(config.gateway.tls) if config.gateway.tls is not None else None
     listener = _bind(config.gateway.listen, is_shared=config.gateway.processes > 1)
+    credentials = open_credentials(config.security, Identity.GATEWAY)
     models = [ServedModel.load(section) for section in config.models]
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(config, listener, certificate, models, telemetry, GatewayId(gateway_id), on_listening))
+        runner.run(
+            _serve(config, listener, certificate, credentials, models, telemetry, GatewayId(gateway_id), on_listening)
+        )
 
 
 def _bind(listen: str, *, is_shared: bool) -> socket.socket:
@@ -74,6 +79,7 @@ async def _serve(
     config: ClusterConfig,
     listener: socket.socket,
     certificate: Certificate | None,
+    credentials: Credentials | None,
     models: list[ServedModel],
     telemetry: Telemetry,
     gateway_id: GatewayId,
@@ -83,8 +89,8 @@ async def _serve(
     access = await open_access(config.gateway.access, incarnation=incarnation)
     gateway = Gateway(
         config,
-        router=RouterClient(config.router.address),
-        clients=RpcClients(),
+        router=RouterClient(config.router.address, credentials),
+        clients=RpcClients(credentials),
         models=models,
         telemetry=telemetry,
         gateway_id=gateway_id,

@@ -21,7 +21,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from core.errors import Blame, LayoutMismatch, LeaseExpired, OutOfBlocks, ServingError, StaleLease
+from core.errors import Blame, LayoutMismatch, LeaseExpired, OutOfBlocks, ServingError, StaleLease, TicketRefused
 from core.handoff import (
     AbortHandoff,
     CanaryRead,
@@ -44,6 +44,7 @@ from core.handoff import (
 from core.ids import HandoffId, Incarnation, RequestId, WorkerId
 from core.spans import Span
 from core.tasks import TaskScope
+from core.tickets import Ticket
 from core.types import FirstToken
 from kvtransfer import digest as digests
 from kvtransfer.digest import DigestMemory
@@ -51,6 +52,7 @@ from kvtransfer.fetch import error_of
 from kvtransfer.layout import check_peer
 from kvtransfer.lease import EndedLease, LeaseTable, LeaseView, Reader, Verdict
 from worker.context import WorkerContext
+from worker.tickets import check_tenant
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +80,7 @@ class _Export:
     attempt: int
     lease: LeaseView
     num_tokens: int
+    tenant: str
     span: Span
     """For as long as the blocks are held."""
     begun_at: float
@@ -103,6 +106,7 @@ class _Early:
 
     connection: _Connection
     message: Open | Claim
+    ticket: Ticket | None
     until: float
 
     @property
@@ -154,6 +158,7 @@ class Exports:
         attempt: int,
         num_tokens: int,
         deadline_s: float,
+        tenant: str = "",
         traceparent: str = "",
     ) -> None:
         """Before the first chunk. Raises OutOfBlocks (quota) or LeaseExpired (the hand-off was aborted before)."""
@@ -168,11 +173,17 @@ class Exports:
             lease=lease,
             num_tokens=num_tokens,
             begun_at=now,
+            tenant=tenant,
             span=self._context.telemetry.begin("kv.hold", parent=traceparent, handoff_id=handoff_id, attempt=attempt),
         )
         early = self._early.get(handoff_id)
         if early is not None:
-            self._claim(early.connection, early.message)  # counted already, since it waits
+            try:
+                check_tenant(early.ticket, tenant)
+            except TicketRefused as error:
+                self._refuse(early.connection, early.message, error)
+            else:
+                self._claim(early.connection, early.message)  # counted already, since it waits
             del self._early[handoff_id]
 
     def offer(self, handoff_id: HandoffId, first_block: int, blocks: Sequence[int]) -> None:
@@ -309,6 +320,7 @@ class Exports:
         if not isinstance(hello, Hello):
             raise LayoutMismatch("the first message of a hand-off stream must be Hello")
         context = self._context
+        context.tickets.check_introduction(hello.ticket, hello.peer)
         check_peer(hello.peer, mine=context.format, geometry=context.geometry)
         connection = _Connection(hello.peer)
         for other in list(self._connections.values()):
@@ -359,7 +371,14 @@ class Exports:
         now = self._context.clock.now()
         before, early = self._leases.find(message.handoff_id), self._early.get(message.handoff_id)
         is_waiting = early is not None and early.reader == reader
+        ticket = early.ticket if early is not None and is_waiting else None
         if not is_waiting and (before is None or before.reader != reader):
+            try:
+                ticket = self._check_ticket(connection, message)
+            except TicketRefused as error:
+                log.warning("ticket refused", extra={"reader": connection.peer.worker_id, "reason": error.message})
+                self._refuse(connection, message, error)
+                return
             num_retries = int(message.attempt > 1)
             self._context.pairs.count(connection.peer.worker_id, num_handoffs=1, num_retries=num_retries)
         try:
@@ -370,7 +389,9 @@ class Exports:
         if view is None:
             if early is None or early.message.attempt < message.attempt:
                 until = now + self._context.config.transfer.lease_s
-                self._early[message.handoff_id] = _Early(connection=connection, message=message, until=until)
+                self._early[message.handoff_id] = _Early(
+                    connection=connection, message=message, ticket=ticket, until=until
+                )
                 self.on_readers_changed()
             return
         export = self._exports[message.handoff_id]
@@ -384,6 +405,14 @@ class Exports:
             self._send_sealed(export, reader)
         else:
             self._send_ready(export, reader, 0)
+
+    def _check_ticket(self, connection: _Connection, message: Open | Claim) -> Ticket | None:
+        """Once for each claim, before anything of the hand-off is told or changed. Raises TicketRefused."""
+        ticket = self._context.tickets.check_claim(message, connection.peer)
+        export = self._exports.get(message.handoff_id)
+        if export is not None:
+            check_tenant(ticket, export.tenant)
+        return ticket
 
     def _release(self, connection: _Connection, message: Release) -> None:
         """The claimant has taken the blocks, or cannot: then they are kept for another claim."""

@@ -374,6 +374,7 @@ class PrefillRole:
             attempt=asked.attempt,
             num_tokens=attempt.num_tokens,
             deadline_s=asked.deadline_s,
+            tenant=asked.tenant,
             traceparent=attempt.span.traceparent,
         )
 

@@ -25,6 +25,7 @@ from core.types import (
 from router.gateways import GatewayBook
 from router.pools import PoolBook
 from router.registry import Registry
+from router.rollouts import RolloutBook
 
 DEFAULT_LIMIT = 100
 OTHER_ROLE = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
@@ -83,6 +84,7 @@ class Admin:
         registry: Registry,
         gateways: GatewayBook,
         pools: PoolBook,
+        rollouts: RolloutBook,
         models: Iterable[ModelConfigSection],
         incarnation: Incarnation,
         pid: int,
@@ -90,6 +92,7 @@ class Admin:
         self._registry = registry
         self._gateways = gateways
         self._pools = pools
+        self._rollouts = rollouts
         self._models = {model.name: model for model in models}
         self._incarnation = incarnation
         self._pid = pid
@@ -110,6 +113,7 @@ class Admin:
             num_placements=num_placements,
             num_waiting=num_waiting,
             scaling=scaling,
+            rollouts=self._rollouts.rollouts(),
         )
 
     def drain(self, worker_id: str, reason: str) -> None:

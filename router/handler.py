@@ -14,6 +14,7 @@ from core.ids import format_incarnation, new_incarnation
 from core.priority import PriorityClass
 from core.tasks import TaskScope
 from core.telemetry import Telemetry
+from core.tickets import TicketOffice
 from core.types import (
     ClusterNews,
     ClusterStatus,
@@ -27,6 +28,7 @@ from core.types import (
     PlaceRequest,
     PoolSize,
     RequestRecords,
+    Rollout,
     WorkerCommand,
     WorkerLoad,
     WorkerRegistration,
@@ -45,6 +47,7 @@ from router.policy import FALLBACKS, PolicySettings
 from router.pools import PoolBook
 from router.prefix_index import PrefixIndex
 from router.registry import Commands, LivenessTimes, Membership, Registry
+from router.rollouts import RolloutBook
 from router.room import RoomLimits
 from router.scaling import Autoscaler
 from router.waiting import GENERATED_WEIGHT, Refusal, WaitingRoom
@@ -71,12 +74,16 @@ class RouterHandler:
         self.http_address = ""
         self._clock = clock
         self._registry = Registry(clock, LivenessTimes.of(settings))
-        self._introductions = Introductions(self._registry, is_local=settings.mode == "local")
+        office = TicketOffice(clock) if config.security.is_on else None
+        self._introductions = Introductions(
+            self._registry, is_local=settings.mode == "local", clock=clock, office=office
+        )
         self._gateways = GatewayBook(clock, timeout_s=settings.heartbeat_timeout_s)
         self._load = LoadBook(clock, projected_tokens=config.worker.projected_tokens)
         self.prefixes = PrefixIndex(clock)
         self._costs = CostBook()
         self._pools = PoolBook(clock, config.models)
+        self._rollouts = RolloutBook(clock, config.models)
         self._records = RecordRing(clock, settings.max_records)
         self._placer = Placer(
             registry=self._registry,
@@ -87,6 +94,7 @@ class RouterHandler:
             absences=Absences(clock, after_s=settings.fallback_after_s),
             settings=policy_settings(config),
             room_limits=room_limits(config),
+            office=office,
         )
         self._room = WaitingRoom(
             clock,
@@ -103,6 +111,7 @@ class RouterHandler:
             registry=self._registry,
             gateways=self._gateways,
             pools=self._pools,
+            rollouts=self._rollouts,
             models=config.models,
             incarnation=self.incarnation,
             pid=os.getpid(),
@@ -221,7 +230,7 @@ class RouterHandler:
         stream = _WorkerStream(registration, self._join(registration, commands))
         reader = self._tasks.spawn(self._read(stream, messages, commands), name=f"worker-{registration.worker_id}")
         try:
-            yield WorkerCommand(kind=CommandKind.JOINED, peers=self._introductions.begin(stream.membership))
+            yield self._introductions.begin(stream.membership)
             while (command := await commands.get()) is not None:
                 if isinstance(command, ServingError):
                     raise command
@@ -324,6 +333,7 @@ class RouterHandler:
         before = self._pools.sizes()
         sizes = self._pools.adopt(report.pools)
         self._pools.note_problems(report.problems)
+        self._rollouts.adopt(report.rollouts)
         if _by_pool(before) != _by_pool(sizes):
             log.info("sizes taken over from the launcher", extra={"pools": _by_pool(sizes)})
             self._news.scale(before, sizes, "as the launcher remembers")
@@ -332,6 +342,11 @@ class RouterHandler:
 
     def watch_pools(self) -> AsyncGenerator[tuple[PoolSize, ...], None]:
         return self._pools.watch()
+
+    async def start_rollout(self, rollout: Rollout) -> None:
+        self._rollouts.start(rollout)
+        log.info("rollout", extra={"model": rollout.model, "revision": rollout.revision})
+        self._pools.wake()
 
     async def find_records(self, request_id: str, limit: int) -> RequestRecords:
         return self._records.find(request_id, limit)
@@ -358,6 +373,7 @@ class RouterHandler:
         self.prefixes.keep_only(alive)
         self.prefixes.sweep()
         self._costs.expire(alive)
+        self._introductions.keep_fresh()
         self._after_change()
         if (absent := self._placer.snapshot().absent) != self._absent:
             self._absent = absent

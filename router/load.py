@@ -293,7 +293,7 @@ class LoadBook:
             role=registration.role,
             state=worker.state,
             model=registration.model.name,
-            format_hash=registration.model.format_hash,
+            pairing=registration.pairing,
             num_blocks=registration.num_blocks,
             block_size=registration.model.block_size,
             max_sequences=registration.max_sequences,

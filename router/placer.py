@@ -1,9 +1,11 @@
 """Places one request on the cell as it is now: snapshot, policy, reservation. Never waits."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from core.errors import ModelNotFound
 from core.ids import new_handoff_id, new_placement_id
+from core.tickets import TicketOffice
 from core.types import (
     ClusterView,
     ModelRecord,
@@ -53,6 +55,7 @@ class Placer:
         absences: Absences,
         settings: PolicySettings,
         room_limits: RoomLimits,
+        office: TicketOffice | None = None,
     ) -> None:
         self._registry = registry
         self._load = load
@@ -62,6 +65,7 @@ class Placer:
         self._absences = absences
         self._settings = settings
         self._room_limits = room_limits
+        self._office = office
 
     def snapshot(self, request: PlaceRequest | None = None) -> Snapshot:
         """Everything the policy may know now."""
@@ -98,9 +102,25 @@ class Placer:
             runner_up_prediction=choice.runner_up_prediction,
             reason=choice.reason,
         )
+        placement = self._with_ticket(placement, request)
         self._load.reserve(placement.placement_id, request, path)
         self._expect_prefix(request, path, snapshot.overlaps, placement.prediction.ttft_s)
         return placement
+
+    def _with_ticket(self, placement: Placement, request: PlaceRequest) -> Placement:
+        """Where something is handed off, and tickets are asked for."""
+        if self._office is None or placement.prefill is None:
+            return placement
+        ticket = self._office.sign_claim(
+            placement.decode,
+            placement.prefill,
+            handoff_id=placement.handoff_id,
+            request_id=request.request_id,
+            attempt=request.attempt,
+            tenant=request.tenant,
+            deadline_s=request.deadline_s,
+        )
+        return replace(placement, ticket=ticket)
 
     def _choose(self, request: PlaceRequest, snapshot: Snapshot) -> Choice | Shortfall:
         """The best path of all, if it has room; else the best of those that have."""

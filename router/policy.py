@@ -101,7 +101,7 @@ def decide(request: PlaceRequest, snapshot: Snapshot, settings: PolicySettings) 
     readers = [d for d in decodes if not d.is_reading_enough]
     hosts = [c for c in usable if c.role is Role.UNIFIED] + ([] if wants_split else readers)
 
-    pairs = [(p, d) for p in prefills for d in decodes if p.format_hash == d.format_hash]
+    pairs = [(p, d) for p in prefills for d in decodes if p.pairing == d.pairing]
     excluded = set(request.excluded_pairs)
     has_broken = any(d.broken_pairs for d in decodes)
     whole = [(p, d) for p, d in pairs if _is_whole(p, d)] if has_broken else pairs
@@ -109,7 +109,7 @@ def decide(request: PlaceRequest, snapshot: Snapshot, settings: PolicySettings) 
     scores = Scores(request, snapshot, settings)
     holder = _holder(request, members)
     if holder is not None:
-        takers = [d for d in decodes if d.format_hash == holder.format_hash and _is_whole(holder, d)]
+        takers = [d for d in decodes if d.pairing == holder.pairing and _is_whole(holder, d)]
         held = [scores.held(holder, d) for d in takers if _pair_of(holder, d) not in excluded]
         if held:
             return _pick(request, held, snapshot, settings, reason=Reason.HELD)

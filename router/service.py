@@ -8,9 +8,11 @@ from contextlib import suppress
 
 from core.clock import Clock
 from core.config import ClusterConfig
+from core.credentials import open_credentials
 from core.errors import InternalError, ServingError
 from core.ids import format_incarnation
 from core.probes import ProbeServer
+from core.security_config import Identity
 from core.telemetry import Telemetry, setup_telemetry
 from router.handler import RouterHandler
 from rpc.server import RpcServer
@@ -29,7 +31,7 @@ class RouterServer:
         self._telemetry = telemetry or Telemetry(component="router")
         self._is_serving = False
         self.handler = RouterHandler(config, self._telemetry, clock)
-        self._rpc = RpcServer()
+        self._rpc = RpcServer(open_credentials(config.security, Identity.ROUTER))
         self._rpc.add_router(self.handler)
         self._probes = ProbeServer(
             ready=lambda: None if self._is_serving else "starting or stopping",

@@ -18,7 +18,8 @@ class Candidate:
     role: Role
     state: WorkerState
     model: str
-    format_hash: str
+    pairing: tuple[str, str]
+    """Hand-offs are between equal ones only."""
     num_blocks: int
     block_size: int
     max_sequences: int

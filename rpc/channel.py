@@ -23,6 +23,7 @@ from rpc.call import Call
 from rpc.errors import DEADLINE_EXCEEDED, UNAVAILABLE, from_status
 from rpc.frames import literal
 from rpc.http2 import Connection
+from rpc.tls import PeerTls
 
 CONNECT_TIMEOUT_S = 2.0
 _CLOSED = "closed here"
@@ -38,9 +39,17 @@ class Method:
     @cached_property
     def block(self) -> bytes:
         """The headers that do not depend on the call."""
+        return self._block(b"http")
+
+    @cached_property
+    def secure_block(self) -> bytes:
+        """The same over TLS."""
+        return self._block(b"https")
+
+    def _block(self, scheme: bytes) -> bytes:
         headers = (
             (b":method", b"POST"),
-            (b":scheme", b"http"),
+            (b":scheme", scheme),
             (b":path", self.path.encode()),
             (b"te", b"trailers"),
             (b"content-type", b"application/grpc"),
@@ -58,8 +67,10 @@ def methods_of(file: FileDescriptor, service: str) -> Mapping[str, Method]:
 class Channel:
     """The way to one peer. Making one does no I/O."""
 
-    def __init__(self, address: str, *, worker_id: str) -> None:
+    def __init__(self, address: str, *, worker_id: str, tls: PeerTls | None = None) -> None:
+        """``tls``: what TLS asks of both sides. Without it nothing is encrypted."""
         self._address = address
+        self._tls = tls
         self._peer = worker_id
         self._connection: Connection | None = None
         self._leaving: list[Connection] = []
@@ -147,7 +158,7 @@ class Channel:
             connection = await self._connected(timeout_s)
             if not connection.is_open:  # lost between its making and our turn
                 raise self._lost("it closed the connection")
-        block = method.block + self._authority
+        block = (method.block if self._tls is None else method.secure_block) + self._authority
         if timeout_s is not None:
             block += literal(b"grpc-timeout", b"%dm" % min(max(math.ceil(1000 * timeout_s), 1), 99_999_999))
         call = Call(connection, self._peer, deadline, take)
@@ -182,7 +193,10 @@ class Channel:
         connection = Connection(loop)
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                await loop.create_connection(lambda: connection, host.strip("[]"), port)
+                if self._tls is None:
+                    await loop.create_connection(lambda: connection, host.strip("[]"), port)
+                else:
+                    await self._tls.connect(loop, connection, host.strip("[]"), port)
                 await connection.greeted
         except (OSError, TimeoutError) as error:
             reason = "it did not answer in time" if isinstance(error, TimeoutError) else str(error)
@@ -191,7 +205,7 @@ class Channel:
             if not connection.greeted.done():
                 connection.close("given up")
         if not connection.is_open:
-            raise self._lost("it closed the connection")
+            raise self._lost(_why_not(connection, self._tls))
         return connection
 
     def _lost(self, reason: str) -> ServingError:
@@ -202,6 +216,13 @@ class Channel:
             return method.reply.FromString(message)
         except DecodeError:
             raise InternalError(f"{self._peer} sent what is no {method.reply.__name__}") from None
+
+
+def _why_not(connection: Connection, tls: PeerTls | None) -> str:
+    """A server that takes TLS, or takes it not from us, only hangs up."""
+    if tls is None:
+        return f"it said nothing ({connection.reason}); if it asks for TLS, see security.tls"
+    return f"it said nothing ({connection.reason}): {tls.doubt}"
 
 
 async def _send(call: Call, outgoing: AsyncIterator[Message]) -> None:

@@ -12,12 +12,15 @@ from typing import Any, Self
 from google.protobuf.descriptor import FileDescriptor
 
 from core import types as t
+from core.credentials import Credentials
 from core.errors import InternalError, StaleIncarnation
 from core.handoff import PairCheck, ToHolder, ToReader
 from core.ids import GatewayId, Incarnation
+from core.security_config import Identity
 from rpc.channel import Channel, methods_of
 from rpc.convert import TO_HOLDER, TO_READER, WORKER_MESSAGE, from_pb, to_pb
 from rpc.pb import decode_pb2, handoff_pb2, prefill_pb2, router_pb2
+from rpc.tls import PeerTls
 
 ABORT_TIMEOUT_S = 5.0
 CONTROL_TIMEOUT_S = 10.0
@@ -27,10 +30,14 @@ CHECK_TIMEOUT_S = 60.0
 class _Client:
     """A channel and the methods of a service behind it."""
 
-    def __init__(self, address: str, worker_id: str, file: FileDescriptor, service: str) -> None:
+    def __init__(
+        self, address: str, worker_id: str, file: FileDescriptor, service: str, credentials: Credentials | None
+    ) -> None:
         self.address = address
         self._worker_id = worker_id
-        self._channel = Channel(address, worker_id=worker_id)
+        peer = Identity.ROUTER if service == "Router" else Identity.WORKER
+        tls = None if credentials is None else PeerTls(credentials=credentials, peer=peer)
+        self._channel = Channel(address, worker_id=worker_id, tls=tls)
         self._methods = methods_of(file, service)
 
     async def _call(self, name: str, request: Any, *, timeout_s: float) -> Any:
@@ -56,8 +63,8 @@ class _Client:
 
 
 class RouterClient(_Client):
-    def __init__(self, address: str) -> None:
-        super().__init__(address, "router", router_pb2.DESCRIPTOR, "Router")
+    def __init__(self, address: str, credentials: Credentials | None = None) -> None:
+        super().__init__(address, "router", router_pb2.DESCRIPTOR, "Router", credentials)
 
     async def place(self, request: t.PlaceRequest) -> t.Placement:
         call = self._call("Place", to_pb(request), timeout_s=request.deadline_s)
@@ -102,6 +109,9 @@ class RouterClient(_Client):
             async for message in messages:
                 yield _sizes(message)
 
+    async def start_rollout(self, rollout: t.Rollout) -> None:
+        await self._call("StartRollout", to_pb(rollout), timeout_s=CONTROL_TIMEOUT_S)
+
     async def find_records(self, request_id: str = "", limit: int = 100) -> t.RequestRecords:
         request = router_pb2.RecordQuery(request_id=request_id, limit=limit)
         return from_pb(t.RequestRecords, await self._call("FindRecords", request, timeout_s=CONTROL_TIMEOUT_S))
@@ -121,8 +131,8 @@ def _sizes(reply: Any) -> tuple[t.PoolSize, ...]:
 class PrefillClient(_Client):
     """Calls to one incarnation of a prefill worker."""
 
-    def __init__(self, worker: t.WorkerAddress) -> None:
-        super().__init__(worker.address, worker.worker_id, prefill_pb2.DESCRIPTOR, "Prefill")
+    def __init__(self, worker: t.WorkerAddress, credentials: Credentials | None = None) -> None:
+        super().__init__(worker.address, worker.worker_id, prefill_pb2.DESCRIPTOR, "Prefill", credentials)
 
     async def prefill(self, request: t.PrefillRequest) -> t.PrefillReply:
         """Cancelling this coroutine cancels the call, which aborts the attempt at P."""
@@ -145,8 +155,8 @@ class PrefillClient(_Client):
 class DecodeClient(_Client):
     """Calls to one incarnation of a decode worker."""
 
-    def __init__(self, worker: t.WorkerAddress) -> None:
-        super().__init__(worker.address, worker.worker_id, decode_pb2.DESCRIPTOR, "Decode")
+    def __init__(self, worker: t.WorkerAddress, credentials: Credentials | None = None) -> None:
+        super().__init__(worker.address, worker.worker_id, decode_pb2.DESCRIPTOR, "Decode", credentials)
         self._worker = worker
 
     async def admit(self, request: t.AdmitRequest) -> t.AdmitReply:
@@ -195,8 +205,8 @@ class DecodeClient(_Client):
 class HandoffClient(_Client):
     """D's side of the control stream to one incarnation of a prefill worker."""
 
-    def __init__(self, worker: t.WorkerAddress) -> None:
-        super().__init__(worker.address, worker.worker_id, handoff_pb2.DESCRIPTOR, "Handoff")
+    def __init__(self, worker: t.WorkerAddress, credentials: Credentials | None = None) -> None:
+        super().__init__(worker.address, worker.worker_id, handoff_pb2.DESCRIPTOR, "Handoff", credentials)
 
     async def connect(self, messages: AsyncIterator[ToHolder]) -> AsyncGenerator[ToReader, None]:
         async with aclosing(self._exchange("Connect", messages, TO_HOLDER.encode)) as replies:

@@ -89,7 +89,8 @@ class Connection(asyncio.Protocol):
         self.greeted: asyncio.Future[None] = loop.create_future()
         """Done when the peer has said its settings. Never fails: see `is_open`."""
         self._transport: asyncio.Transport | None = None
-        self._reason = ""
+        self.reason = ""
+        """Why it is lost."""
         self._is_leaving = False
         self._rest = b""
         self._streams: dict[int, Stream] = {}
@@ -161,8 +162,10 @@ class Connection(asyncio.Protocol):
 
     def close(self, reason: str) -> None:
         """Every stream is broken by it."""
-        if self._transport is not None:
+        if self._transport is not None and self._transport.get_extra_info("ssl_object") is None:
             self._transport.close()
+        elif self._transport is not None:
+            self._transport.abort()  # TLS takes leave by a round trip, for which a loop that ends does not wait
         self._lose(reason)
 
     # -- the transport's events ---------------------------------------------------------------------------------------
@@ -374,6 +377,7 @@ class Connection(asyncio.Protocol):
             self._timer.cancel()
             self._timer = None
         self._transport, self._rest = None, b""
+        self.reason = self.reason or reason
         if not self.greeted.done():
             self.greeted.set_result(None)
         streams = list(self._streams.values())

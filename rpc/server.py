@@ -17,11 +17,13 @@ from grpc_health.v1._async import HealthServicer
 
 from core import types as t
 from core.config import split_address
+from core.credentials import Credentials
 from core.errors import ConfigError, InvalidRequest
 from core.handoff import PairCheck, ToHolder, ToReader
 from core.ids import GatewayId, Incarnation
 from rpc.convert import TO_HOLDER, TO_READER, WORKER_MESSAGE, from_pb, to_pb
 from rpc.errors import ErrorInterceptor
+from rpc.identities import IdentityInterceptor, server_credentials
 from rpc.parts import split_outputs, split_scores
 from rpc.pb import (
     decode_pb2,
@@ -66,6 +68,7 @@ class RouterHandler(Protocol):
     async def scale(self, pools: tuple[t.PoolSize, ...]) -> tuple[t.PoolSize, ...]: ...
     def watch_pools(self) -> AsyncGenerator[tuple[t.PoolSize, ...], None]: ...
     async def report_pools(self, report: t.LauncherReport) -> tuple[t.PoolSize, ...]: ...
+    async def start_rollout(self, rollout: t.Rollout) -> None: ...
     async def find_records(self, request_id: str, limit: int) -> t.RequestRecords: ...
     def watch(self, interval_s: float) -> AsyncGenerator[t.ClusterNews, None]: ...
 
@@ -96,8 +99,13 @@ class HandoffHandler(Protocol):
 class RpcServer:
     """A gRPC server with health and graceful stop. Add services, then :meth:`start`."""
 
-    def __init__(self) -> None:
-        self._server = grpc.aio.server(interceptors=(ErrorInterceptor(),), options=SERVER_OPTIONS)
+    def __init__(self, credentials: Credentials | None = None) -> None:
+        """With credentials only who proves by a certificate that it may call a method is served."""
+        self._credentials = credentials
+        interceptors: tuple[grpc.aio.ServerInterceptor, ...] = (ErrorInterceptor(),)
+        if credentials is not None:
+            interceptors += (IdentityInterceptor(credentials),)
+        self._server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self.address = ""
@@ -119,7 +127,10 @@ class RpcServer:
         """Bind ``host:port`` (port 0 takes a free one) and serve. Returns the bound address. Raises ConfigError."""
         host, _ = split_address(listen)
         try:
-            port = self._server.add_insecure_port(listen)
+            if self._credentials is None:
+                port = self._server.add_insecure_port(listen)
+            else:
+                port = self._server.add_secure_port(listen, server_credentials(self._credentials))
         except RuntimeError:
             port = 0
         if port == 0:
@@ -183,6 +194,10 @@ class _RouterServicer(router_pb2_grpc.RouterServicer):
         async with aclosing(self._handler.watch_pools()) as sizes:
             async for pools in sizes:
                 yield _sizes(pools)
+
+    async def StartRollout(self, request: router_pb2.Rollout, context: _Context) -> router_pb2.Empty:
+        await self._handler.start_rollout(from_pb(t.Rollout, request))
+        return router_pb2.Empty()
 
     async def FindRecords(self, request: router_pb2.RecordQuery, context: _Context) -> Any:
         return to_pb(await self._handler.find_records(request.request_id, request.limit))

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from core.clock import Clock
 from core.config import ClusterConfig, ModelConfigSection, PoolConfig
+from core.credentials import Credentials
 from core.errors import ERRORS_BY_SLUG, InvalidRequest, ModelNotFound, StaleIncarnation, WorkerDraining
 from core.failpoints import Failpoints
 from core.ids import Incarnation, RequestId, WorkerId
@@ -24,6 +25,7 @@ from worker.observed import Observed
 from worker.proof import Proof
 from worker.samples import SampleLog
 from worker.step_thread import StepThread
+from worker.tickets import Tickets
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,6 +55,10 @@ class WorkerContext:
     observed: Observed = field(default_factory=lambda: Observed({}))
     attempts_ended: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(("ok", *ERRORS_BY_SLUG), 0)))
     """Attempts that are over here, by outcome: ``ok`` or a slug."""
+    credentials: Credentials | None = None
+    """By which it knows the cluster's other processes; None without TLS."""
+    tickets: Tickets = field(default_factory=Tickets)
+    """Those it shows, and how it checks those of others."""
     is_draining: bool = False
 
     @property

@@ -15,8 +15,10 @@ from dataclasses import replace
 from prometheus_client import CollectorRegistry
 
 from core.config import ClusterConfig, ModelConfigSection
+from core.credentials import open_credentials
 from core.errors import WorkerLost
 from core.ids import WorkerId
+from core.security_config import Identity
 from core.telemetry import Telemetry, setup_telemetry
 from core.types import Role
 from engine.engine import Engine
@@ -72,13 +74,14 @@ class Lives:
 
     def _begin(self, role: Role, http_port: int) -> Worker:
         host = self._config.worker.host
+        credentials = open_credentials(self._config.security, Identity.WORKER)
         self._worker = Worker(
             self._config,
             model=self._model.name,
             role=role,
             worker_id=WorkerId(self._worker_id),
             engine=self._engine,
-            backend=create_backend(self._config.transfer.backend, host=host),
+            backend=create_backend(self._config.transfer.backend, host=host, credentials=credentials),
             fallback=_fallback(self._config, self._engine),
             make_role=self._make_role,
             telemetry=replace(self._telemetry, registry=CollectorRegistry()),
@@ -135,4 +138,4 @@ def _fallback(config: ClusterConfig, engine: Engine) -> Backend | None:
     name, transfer = config.transfer.fallback, config.transfer
     if name in ("none", transfer.backend) or engine.kv_region.device != "cpu":
         return None
-    return create_backend(name, host=config.worker.host)
+    return create_backend(name, host=config.worker.host, credentials=open_credentials(config.security, Identity.WORKER))

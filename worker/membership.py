@@ -49,6 +49,7 @@ class Membership:
         self._on_command = on_command
         self._heartbeat_s = heartbeat_s
         self._now = asyncio.Event()
+        self._welcomed = asyncio.Event()
         self.is_joined = False
 
     def report_now(self) -> None:
@@ -60,12 +61,14 @@ class Membership:
         failures = 0
         while True:
             try:
+                self._welcomed.clear()
                 async for command in self._router.join(self._messages()):
                     failures = 0
                     self.is_joined = True
                     if command.kind is CommandKind.REREGISTER:
                         break
                     self._on_command(command)
+                    self._welcomed.set()
             except ServingError as error:
                 if self.is_joined or failures == 0:
                     log.warning("not joined to the router", extra={"reason": error.message}, exc_info=error.__cause__)
@@ -75,6 +78,8 @@ class Membership:
 
     async def _messages(self) -> AsyncIterator[WorkerRegistration | WorkerLoad]:
         yield self._registration
+        # What a worker needs to be of use comes with the welcome: it must have it before anything is placed on it.
+        await self._welcomed.wait()
         is_first = True
         while True:
             changes = self._cache_changes(is_first)

@@ -19,13 +19,16 @@ from dataclasses import dataclass
 from core.clock import MonotonicClock
 from core.config import ClusterConfig, ModelConfigSection
 from core.costs import read_costs
+from core.credentials import open_credentials
 from core.errors import ConfigError
 from core.failpoints import Failpoints
 from core.handoff import DigestKind, PeerInfo
 from core.ids import WorkerId, new_incarnation
 from core.probes import ProbeServer
+from core.security_config import Identity as Component
 from core.tasks import TaskScope
 from core.telemetry import Telemetry
+from core.tickets import TicketDesk
 from core.types import (
     CommandKind,
     ExecutionKind,
@@ -62,6 +65,7 @@ from worker.mock import paced
 from worker.observed import Observed
 from worker.pair_news import PairNews
 from worker.step_thread import StepThread
+from worker.tickets import Tickets
 
 log = logging.getLogger(__name__)
 
@@ -121,14 +125,16 @@ class Worker:
             core=_own_core(config, section.pools[role].num_threads, role, worker_id),
         )
         transfer = config.transfer
+        credentials = open_credentials(config.security, Component.WORKER)
+        incarnation, clock = new_incarnation(), MonotonicClock()
         self.context = WorkerContext(
             config=config,
             model=section,
             pool_config=section.pools[role],
             role=role,
             worker_id=worker_id,
-            incarnation=new_incarnation(),
-            clock=MonotonicClock(),
+            incarnation=incarnation,
+            clock=clock,
             telemetry=telemetry or Telemetry(component=worker_id),
             failpoints=failpoints,
             engine=engine,
@@ -136,6 +142,8 @@ class Worker:
             digester=_digester(engine, transfer.digest),
             pairs=Pairs(CircuitSettings(num_failures=transfer.circuit_failures, open_s=transfer.circuit_open_s)),
             on_broken=lambda error: self._die(),
+            credentials=credentials,
+            tickets=Tickets(TicketDesk(worker_id, incarnation, clock) if credentials is not None else None),
         )
         own = {"model": self.context.model.name, "role": str(role)}
         self.context.observed = Observed(own, self.context.telemetry.registry)
@@ -144,7 +152,7 @@ class Worker:
         self._drain = Drain(self.context.clock, limit_s=config.worker.drain_s, is_idle=self.role.is_idle)
         self.quarantine = QuarantineWatch(self.context.geometry.num_blocks)
         self.metrics = WorkerMetrics(self.context, self._memory.transfers, self._memory.leases, self.quarantine)
-        self._server = RpcServer()
+        self._server = RpcServer(self.context.credentials)
         self._probes = ProbeServer(ready=self._why_not_ready, metrics=self._render_metrics)
         self._membership: Membership | None = None
         self._router: RouterClient | None = None
@@ -215,7 +223,7 @@ class Worker:
         self.address = address = worker.advertised(bound)
         self.http_address = http_address = await self._start_probes(worker.host)
         context.proof.on_settled = self._look_ready
-        self._router = RouterClient(context.config.router.address)
+        self._router = RouterClient(context.config.router.address, context.credentials)
         self._membership = Membership(
             self._router,
             self._registration(address, http_address),
@@ -317,6 +325,7 @@ class Worker:
                 role = None
             self.drain(reason, next_role=role)
         elif command.kind in (CommandKind.JOINED, CommandKind.PEERS):
+            self.context.tickets.learn(command)
             self.context.proof.meet(command.peers)
             self.role.meet(command.peers)
 
@@ -389,6 +398,7 @@ class Worker:
                 vocab_size=limits.vocab_size,
                 execution=ExecutionKind.MOCK if limits.is_mock else ExecutionKind.REAL,
             ),
+            revision=context.model.revision,
             address=address,
             http_address=http_address,
             pid=os.getpid(),

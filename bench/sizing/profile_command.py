@@ -12,13 +12,16 @@ from bench.client.prompts import Ids, Words
 from bench.sizing.fit import Laws, fit
 from bench.sizing.measure import Sizes, measure
 from bench.sizing.profile import Profile
+from core.credentials import Credentials
 from core.errors import ConfigError, ServingError
 from core.types import ClusterStatus, Role, WorkerRegistration
 from rpc.clients import RouterClient
 
 
-async def profile(options: argparse.Namespace, *, url: str, router: str, key: str | None) -> int:
-    worker, has_handoff = await worker_of(router) if not options.no_router else (None, options.handoff)
+async def profile(
+    options: argparse.Namespace, *, url: str, router: str, key: str | None, credentials: Credentials | None = None
+) -> int:
+    worker, has_handoff = await worker_of(router, credentials) if not options.no_router else (None, options.handoff)
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
         client = HttpClient(url, headers=headers)
@@ -55,10 +58,10 @@ def with_facts(laws: Laws, worker: WorkerRegistration | None, *, model: str, har
     return found.model_copy(update=facts)
 
 
-async def worker_of(router: str) -> tuple[WorkerRegistration, bool]:
+async def worker_of(router: str, credentials: Credentials | None = None) -> tuple[WorkerRegistration, bool]:
     """A worker that writes answers, and whether prompts are read elsewhere. Raises ConfigError where there is more than
     one of a role: which one answered would not be known."""
-    client = RouterClient(router)
+    client = RouterClient(router, credentials)
     try:
         status = await client.status()
     except ServingError as error:

@@ -25,6 +25,7 @@ from core.handoff import LeaseRef
 from core.ids import format_incarnation
 from kvtransfer.backends import wire
 from kvtransfer.backends.base import Identity
+from kvtransfer.backends.secure import DataSecurity
 from kvtransfer.backends.wire import Address, Reply, Request, Status
 from kvtransfer.layout import Region
 from kvtransfer.memory import CELL_BYTES, REGION_SLOTS, view_memory
@@ -102,7 +103,16 @@ class Memory:
 class Owner:
     """Serves the memory of one incarnation until ``close``."""
 
-    def __init__(self, identity: Identity, memory: Memory, *, name: str, host: str, make_lane: MakeLane) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        memory: Memory,
+        *,
+        name: str,
+        host: str,
+        make_lane: MakeLane,
+        security: DataSecurity | None = None,
+    ) -> None:
         """Binds a free port of ``host``. Raises BackendFailed."""
         try:
             self._listener = socket.create_server((host, 0), backlog=MAX_GREETING)
@@ -117,6 +127,7 @@ class Owner:
         self._memory = memory
         self._name = name
         self._make_lane = make_lane
+        self._security = security
         self._lock = threading.Lock()
         self._connections: dict[threading.Thread, socket.socket] = {}
         self._num_greeting = 0
@@ -171,6 +182,7 @@ class Owner:
         try:
             try:
                 wire.prepare(sock, send_s=STUCK_S)
+                sock = self._secured(sock)
                 is_welcome = self._greet(sock)
             finally:
                 with self._lock:
@@ -183,9 +195,20 @@ class Owner:
             reason = error.message
         finally:
             with self._lock:  # nobody shuts a descriptor that is another's by now
-                del self._connections[threading.current_thread()]
-                sock.close()
+                self._connections.pop(threading.current_thread()).close()
         log.debug("a data connection has ended", extra={"backend": self._name, "reason": reason})
+
+    def _secured(self, sock: socket.socket) -> socket.socket:
+        """The connection, over TLS where the cluster has it. Raises OSError or BackendFailed."""
+        if self._security is None:
+            return sock
+        with self._lock:
+            secure = self._connections[threading.current_thread()] = self._security.dialled(sock)
+            if self._closed:
+                raise ConnectionAbortedError("this worker is stopping")
+        secure.shake_hands(within_s=wire.GREETING_S)
+        self._security.check(secure)
+        return secure
 
     def _greet(self, sock: socket.socket) -> bool:
         hello = wire.receive_hello(sock)

@@ -23,6 +23,7 @@ from core.handoff import HandoffOutcome, LinkInfo, PeerInfo, TransferMode
 from kvtransfer.backends import wire
 from kvtransfer.backends.base import DONE, PENDING, Batch, Identity, Link, Op, OpState, OpStatus, check_bounds
 from kvtransfer.backends.owner import Lane, MakeLane, Memory, Owner
+from kvtransfer.backends.secure import DataSecurity, SecureSocket
 from kvtransfer.backends.wire import Address, Hello, Reply, Request, Status
 from kvtransfer.copies import Copies
 from kvtransfer.layout import Region
@@ -74,8 +75,9 @@ class ServedLink(Link):
 class ServedBackend:
     """See the module. ``make_lane`` is how the bytes of an operation cross."""
 
-    def __init__(self, name: str, *, host: str, make_lane: MakeLane) -> None:
+    def __init__(self, name: str, *, host: str, make_lane: MakeLane, security: DataSecurity | None = None) -> None:
         self.name = name
+        self._security = security
         self._host = host
         self._make_lane = make_lane
         self._identity: Identity | None = None
@@ -95,7 +97,9 @@ class ServedBackend:
                     f"on {region.memory.device}; use nixl"
                 )
         self._memory = Memory(regions)
-        self._owner = Owner(identity, self._memory, name=self.name, host=self._host, make_lane=self._make_lane)
+        self._owner = Owner(
+            identity, self._memory, name=self.name, host=self._host, make_lane=self._make_lane, security=self._security
+        )
         self._identity = identity
         self._regions = {region.memory.name: region for region in regions}
         return LinkInfo(
@@ -236,6 +240,12 @@ class ServedBackend:
             if link.is_aborted:
                 return
         wire.prepare(sock, send_s=DIAL_S)
+        if self._security is not None:
+            with link.lock:
+                if link.is_aborted:
+                    return
+                link.sock = sock = secure = self._security.dialling(sock)
+            secure.shake_hands(within_s=DIAL_S)
         hello = Hello(token=link.address.token, owner=link.address.incarnation, dialler=self._identity.incarnation)
         sock.sendall(hello.encode())
         accepted = wire.receive_reply(sock, within_s=DIAL_S)
@@ -294,10 +304,10 @@ def _look_for_its_end(link: ServedLink) -> None:
 
 def _flush(link: ServedLink) -> None:
     """Give the kernel what it takes of our requests, without waiting."""
-    if not link.unsent or not link.is_accepted:
+    if not link.is_accepted:
         return
     with link.lock:
-        if link.sock is None:
+        if link.sock is None or not (link.unsent or (isinstance(link.sock, SecureSocket) and link.sock.is_sending)):
             return
         try:
             num_sent = link.sock.send(link.unsent, socket.MSG_DONTWAIT)

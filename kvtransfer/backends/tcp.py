@@ -7,15 +7,18 @@ every request, and closing the socket is the end of the bytes.
 
 import socket
 
+from core.credentials import Credentials
+from kvtransfer.backends.secure import DataSecurity
 from kvtransfer.backends.served import ServedBackend
 
 _MAX_VIEWS = 1024
 """IOV_MAX: buffers of one system call."""
 
 
-def tcp_backend(host: str) -> ServedBackend:
-    """``host`` is the address that this worker binds and advertises."""
-    return ServedBackend("tcp", host=host, make_lane=SocketLane)
+def tcp_backend(host: str, credentials: Credentials | None = None) -> ServedBackend:
+    """``host`` is the address that this worker binds and advertises. With ``credentials`` everything crosses in TLS."""
+    security = None if credentials is None else DataSecurity(credentials)
+    return ServedBackend("tcp", host=host, make_lane=SocketLane, security=security)
 
 
 class SocketLane:

@@ -182,10 +182,12 @@ class PairCheck(_message.Message):
     def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., circuit: _Optional[str] = ..., circuit_why: _Optional[str] = ..., reason: _Optional[str] = ..., links: _Optional[_Iterable[_Union[LinkMeasure, _Mapping]]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("peer",)
+    __slots__ = ("peer", "ticket")
     PEER_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
     peer: PeerInfo
-    def __init__(self, peer: _Optional[_Union[PeerInfo, _Mapping]] = ...) -> None: ...
+    ticket: bytes
+    def __init__(self, peer: _Optional[_Union[PeerInfo, _Mapping]] = ..., ticket: _Optional[bytes] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("peer", "lease_s")

@@ -352,17 +352,29 @@ class WorkerMessage(_message.Message):
     load: WorkerLoad
     def __init__(self, registration: _Optional[_Union[WorkerRegistration, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ...) -> None: ...
 
+class TicketKey(_message.Message):
+    __slots__ = ("secret", "age_s")
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    secret: bytes
+    age_s: float
+    def __init__(self, secret: _Optional[bytes] = ..., age_s: _Optional[float] = ...) -> None: ...
+
 class WorkerCommand(_message.Message):
-    __slots__ = ("kind", "reason", "role", "peers")
+    __slots__ = ("kind", "reason", "role", "peers", "tickets", "ticket_key")
     KIND_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
+    TICKETS_FIELD_NUMBER: _ClassVar[int]
+    TICKET_KEY_FIELD_NUMBER: _ClassVar[int]
     kind: CommandKind
     reason: str
     role: _common_pb2.Role
     peers: _containers.RepeatedCompositeFieldContainer[_common_pb2.WorkerAddress]
-    def __init__(self, kind: _Optional[_Union[CommandKind, str]] = ..., reason: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., peers: _Optional[_Iterable[_Union[_common_pb2.WorkerAddress, _Mapping]]] = ...) -> None: ...
+    tickets: _containers.RepeatedScalarFieldContainer[bytes]
+    ticket_key: TicketKey
+    def __init__(self, kind: _Optional[_Union[CommandKind, str]] = ..., reason: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., peers: _Optional[_Iterable[_Union[_common_pb2.WorkerAddress, _Mapping]]] = ..., tickets: _Optional[_Iterable[bytes]] = ..., ticket_key: _Optional[_Union[TicketKey, _Mapping]] = ...) -> None: ...
 
 class RequestStage(_message.Message):
     __slots__ = ("name", "seconds")
@@ -551,7 +563,7 @@ class GatewayStatus(_message.Message):
     def __init__(self, gateway_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., http_address: _Optional[str] = ..., pid: _Optional[int] = ..., num_requests: _Optional[int] = ..., heartbeat_age_s: _Optional[float] = ...) -> None: ...
 
 class ClusterStatus(_message.Message):
-    __slots__ = ("router_incarnation", "router_pid", "router_http_address", "pools", "workers", "gateways", "models", "num_placements", "num_waiting", "scaling")
+    __slots__ = ("router_incarnation", "router_pid", "router_http_address", "pools", "workers", "gateways", "models", "num_placements", "num_waiting", "scaling", "rollouts")
     ROUTER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROUTER_PID_FIELD_NUMBER: _ClassVar[int]
     ROUTER_HTTP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -562,6 +574,7 @@ class ClusterStatus(_message.Message):
     NUM_PLACEMENTS_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     SCALING_FIELD_NUMBER: _ClassVar[int]
+    ROLLOUTS_FIELD_NUMBER: _ClassVar[int]
     router_incarnation: int
     router_pid: int
     router_http_address: str
@@ -572,7 +585,20 @@ class ClusterStatus(_message.Message):
     num_placements: int
     num_waiting: int
     scaling: _containers.RepeatedCompositeFieldContainer[ScalingStatus]
-    def __init__(self, router_incarnation: _Optional[int] = ..., router_pid: _Optional[int] = ..., router_http_address: _Optional[str] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., gateways: _Optional[_Iterable[_Union[GatewayStatus, _Mapping]]] = ..., models: _Optional[_Iterable[_Union[ModelRecord, _Mapping]]] = ..., num_placements: _Optional[int] = ..., num_waiting: _Optional[int] = ..., scaling: _Optional[_Iterable[_Union[ScalingStatus, _Mapping]]] = ...) -> None: ...
+    rollouts: _containers.RepeatedCompositeFieldContainer[Rollout]
+    def __init__(self, router_incarnation: _Optional[int] = ..., router_pid: _Optional[int] = ..., router_http_address: _Optional[str] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., gateways: _Optional[_Iterable[_Union[GatewayStatus, _Mapping]]] = ..., models: _Optional[_Iterable[_Union[ModelRecord, _Mapping]]] = ..., num_placements: _Optional[int] = ..., num_waiting: _Optional[int] = ..., scaling: _Optional[_Iterable[_Union[ScalingStatus, _Mapping]]] = ..., rollouts: _Optional[_Iterable[_Union[Rollout, _Mapping]]] = ...) -> None: ...
+
+class Rollout(_message.Message):
+    __slots__ = ("model", "revision", "section", "age_s")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    SECTION_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    revision: str
+    section: str
+    age_s: float
+    def __init__(self, model: _Optional[str] = ..., revision: _Optional[str] = ..., section: _Optional[str] = ..., age_s: _Optional[float] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("worker_id", "reason")
@@ -629,12 +655,14 @@ class PoolProblem(_message.Message):
     def __init__(self, model: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., message: _Optional[str] = ...) -> None: ...
 
 class LauncherReport(_message.Message):
-    __slots__ = ("pools", "problems")
+    __slots__ = ("pools", "problems", "rollouts")
     POOLS_FIELD_NUMBER: _ClassVar[int]
     PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    ROLLOUTS_FIELD_NUMBER: _ClassVar[int]
     pools: _containers.RepeatedCompositeFieldContainer[PoolSize]
     problems: _containers.RepeatedCompositeFieldContainer[PoolProblem]
-    def __init__(self, pools: _Optional[_Iterable[_Union[PoolSize, _Mapping]]] = ..., problems: _Optional[_Iterable[_Union[PoolProblem, _Mapping]]] = ...) -> None: ...
+    rollouts: _containers.RepeatedCompositeFieldContainer[Rollout]
+    def __init__(self, pools: _Optional[_Iterable[_Union[PoolSize, _Mapping]]] = ..., problems: _Optional[_Iterable[_Union[PoolProblem, _Mapping]]] = ..., rollouts: _Optional[_Iterable[_Union[Rollout, _Mapping]]] = ...) -> None: ...
 
 class ScaleRequest(_message.Message):
     __slots__ = ("pools",)

@@ -85,6 +85,11 @@ class RouterStub:
                 request_serializer=rpc_dot_pb_dot_router__pb2.LauncherReport.SerializeToString,
                 response_deserializer=rpc_dot_pb_dot_router__pb2.PoolSizes.FromString,
                 _registered_method=True)
+        self.StartRollout = channel.unary_unary(
+                '/baton.v1.Router/StartRollout',
+                request_serializer=rpc_dot_pb_dot_router__pb2.Rollout.SerializeToString,
+                response_deserializer=rpc_dot_pb_dot_router__pb2.Empty.FromString,
+                _registered_method=True)
         self.FindRecords = channel.unary_unary(
                 '/baton.v1.Router/FindRecords',
                 request_serializer=rpc_dot_pb_dot_router__pb2.RecordQuery.SerializeToString,
@@ -169,6 +174,13 @@ class RouterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StartRollout(self, request, context):
+        """Replaces the workers of both roles by those of another revision, in lockstep. The last word of each model counts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def FindRecords(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -234,6 +246,11 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.ReportPools,
                     request_deserializer=rpc_dot_pb_dot_router__pb2.LauncherReport.FromString,
                     response_serializer=rpc_dot_pb_dot_router__pb2.PoolSizes.SerializeToString,
+            ),
+            'StartRollout': grpc.unary_unary_rpc_method_handler(
+                    servicer.StartRollout,
+                    request_deserializer=rpc_dot_pb_dot_router__pb2.Rollout.FromString,
+                    response_serializer=rpc_dot_pb_dot_router__pb2.Empty.SerializeToString,
             ),
             'FindRecords': grpc.unary_unary_rpc_method_handler(
                     servicer.FindRecords,
@@ -517,6 +534,33 @@ class Router:
             '/baton.v1.Router/ReportPools',
             rpc_dot_pb_dot_router__pb2.LauncherReport.SerializeToString,
             rpc_dot_pb_dot_router__pb2.PoolSizes.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StartRollout(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Router/StartRollout',
+            rpc_dot_pb_dot_router__pb2.Rollout.SerializeToString,
+            rpc_dot_pb_dot_router__pb2.Empty.FromString,
             options,
             channel_credentials,
             insecure,

@@ -13,7 +13,9 @@ from typing import Any, Self
 import httpx
 
 from core.config import ClusterConfig, load_config
+from core.credentials import open_credentials
 from core.errors import ServingError
+from core.security_config import Identity
 from core.types import ClusterStatus, WorkerState, WorkerStatus
 from deploy.cluster import Cluster, resolve_ports
 from deploy.launcher import ComponentEvent, ComponentSpec, ComponentState
@@ -67,7 +69,7 @@ class ProcessCluster:
         """What ``baton up`` would have printed about its pools."""
         self._events: list[ComponentEvent] = []
         self._reading: asyncio.Task[None] | None = None
-        self.router = RouterClient(self.config.router.listen)
+        self.router = RouterClient(self.config.router.listen, open_credentials(self.config.security, Identity.OPERATOR))
         self.http = httpx.AsyncClient(base_url=self.url, timeout=600)
 
     @property

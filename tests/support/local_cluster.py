@@ -14,7 +14,9 @@ import httpx
 
 from baton.roles import make_role
 from core.config import ClusterConfig, ModelConfigSection, load_config
+from core.credentials import open_credentials
 from core.ids import GatewayId, WorkerId, new_incarnation
+from core.security_config import Identity
 from core.telemetry import Telemetry
 from core.types import Role
 from engine.engine import Engine
@@ -87,7 +89,8 @@ class LocalCluster:
         address = router.address
         section = self.config.router.model_copy(update={"listen": address})
         self.config = self.config.model_copy(update={"router": section})
-        self.router = RouterClient(address)
+        credentials = open_credentials(self.config.security, Identity.GATEWAY)
+        self.router = RouterClient(address, credentials)
         for role in self.config.models[0].pools:
             await self._start_worker(role, f"{role}-0")
         incarnation = new_incarnation()
@@ -95,7 +98,7 @@ class LocalCluster:
         self.gateway = Gateway(
             self.config,
             router=self.router,
-            clients=RpcClients(),
+            clients=RpcClients(credentials),
             models=[_served_model(model.model_dump_json()) for model in self.config.models],
             telemetry=self._telemetries.get("gateway") or Telemetry(component="gateway"),
             gateway_id=GatewayId("gateway-0"),

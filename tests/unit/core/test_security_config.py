@@ -37,6 +37,7 @@ def test_without_tls_there_are_no_files_and_off_is_a_word_of_yaml() -> None:
         (["security.cert=/t/a.pem"], "cert given, and tls is 'off'"),
         (["security.tls=auto", "security.key=/t/a.key"], "key given, and tls is 'auto'"),
         (["security.tls=on"], "security.tls"),
+        (["security.tls=auto", "transfer.backend=dist"], "transfer.backend is 'dist', whose library has no TLS"),
         (["security.domain=UPPER"], "is no domain"),
         (["security.certificate=x"], "unknown key; known here: tls, cert"),
     ],

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from random import Random
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -80,3 +83,86 @@ def test_a_number_that_nobody_has() -> None:
     assert free_number([], "decode") == 0
     assert free_number(["decode-0", "decode-2", "prefill-1", "decode-x"], "decode") == 1
     assert free_number(["a.decode-0", "decode-0", "decode-1"], "a.decode") == 1
+
+
+# -- rollouts ---------------------------------------------------------------------------------------------------------
+
+
+class Cell:
+    """Pools whose workers do as the plan says, in the order in which the test lets them."""
+
+    def __init__(self, sizes: dict[Pool, int]) -> None:
+        self.sizes = sizes
+        self.members: dict[str, Member] = {}
+        self.leaving: list[str] = []
+        self.num_started = 0
+        for pool, size in sizes.items():
+            for _ in range(size):
+                self.begin(pool, "one", is_ready=True)
+
+    def begin(self, pool: Pool, revision: str, *, is_ready: bool) -> None:
+        self.num_started += 1
+        standing = Standing.READY if is_ready else Standing.IDLE
+        name = f"w{self.num_started}"
+        member = Member(name=name, pool=pool, standing=standing, revision=revision, is_ready=is_ready)
+        self.members[name] = replace(member, age=self.num_started)
+
+    def step(self) -> Plan:
+        steps = plan(self.sizes, self.members.values(), targets={"m": "two"}, leaving={"m"} if self.leaving else ())
+        for name in steps.cancel:
+            del self.members[name]
+        for name in steps.drain:
+            del self.members[name]
+            self.leaving.append(name)
+        for pool in steps.start:
+            self.begin(pool, "two", is_ready=False)
+        return steps
+
+    def num(self, pool: Pool, revision: str, *, is_ready: bool = True) -> int:
+        return sum((m.pool, m.revision, m.is_ready) == (pool, revision, is_ready) for m in self.members.values())
+
+
+@given(st.integers(1, 5), st.integers(1, 5), st.randoms(use_true_random=False))
+def test_a_rollout_ends_and_serves_all_the_time_whatever_comes_first(num_p: int, num_d: int, draw: Random) -> None:
+    cell = Cell({P: num_p, D: num_d})
+    for _ in range(200):
+        steps = cell.step()
+        for pool, size in cell.sizes.items():
+            num_serving = cell.num(pool, "one") + cell.num(pool, "two")
+            num_all = num_serving + cell.num(pool, "two", is_ready=False)
+            assert size <= num_serving and num_all <= size + 1, "never fewer that serve, never two more"
+        for revision in ("one", "two"):
+            serving = [cell.num(pool, revision) for pool in cell.sizes]
+            assert revision == "two" or all(serving) or not any(serving), "old ones go with nobody left alone"
+        waiting = [m for m in cell.members.values() if not m.is_ready]
+        if waiting and draw.random() < 0.5:
+            one = draw.choice(waiting)
+            cell.members[one.name] = replace(one, is_ready=True, standing=Standing.READY)
+        elif cell.leaving:
+            cell.leaving.pop(draw.randrange(len(cell.leaving)))
+        elif not waiting and steps == Plan():
+            break
+    assert all(m.revision == "two" and m.is_ready for m in cell.members.values())
+    assert [cell.num(pool, "two") for pool in (P, D)] == [num_p, num_d]
+
+
+def test_a_new_worker_that_does_not_come_to_serve_stops_the_rollout_with_every_old_one_serving() -> None:
+    cell = Cell({P: 2, D: 2})
+    assert cell.step().start == (P, D)
+    new_p, _ = [m for m in cell.members.values() if m.revision == "two"]
+    cell.members[new_p.name] = replace(new_p, is_ready=True, standing=Standing.READY)
+    for _ in range(5):
+        assert cell.step() == Plan()
+    assert (cell.num(P, "one"), cell.num(D, "one")) == (2, 2)
+
+
+def test_a_revision_before_the_last_one_is_replaced_as_well() -> None:
+    """Asked for another one half-way: what was started for the first and serves nobody goes at once."""
+    cell = Cell({P: 1, D: 1})
+    cell.begin(D, "one and a half", is_ready=False)
+    assert cell.step() == Plan(start=(P, D), cancel=("w3",))
+
+
+def test_a_model_of_one_revision_is_only_resized() -> None:
+    members = [replace(serving("p", P), revision="two"), replace(serving("d"), revision="two")]
+    assert plan({P: 2, D: 1}, members, targets={"m": "two"}) == Plan(start=(P,))

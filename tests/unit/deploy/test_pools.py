@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from core.clock import ManualClock
-from core.config import parse_config
+from core.config import ModelConfigSection, parse_config
 from core.errors import WorkerLost
 from core.telemetry import Telemetry
 from core.types import (
@@ -37,8 +37,8 @@ class Site:
         self.report = LauncherReport(pools=())
         self.keeper = PoolKeeper(CONFIG, self, self.make_spec, say=self.said.append, clock=self.clock)  # type: ignore[arg-type]
 
-    def make_spec(self, model: str, role: Role, number: int) -> ComponentSpec:
-        return worker_spec(CONFIG, CONFIG.models[0], role, number)
+    def make_spec(self, section: ModelConfigSection, role: Role, number: int) -> ComponentSpec:
+        return worker_spec(CONFIG, section, role, number)
 
     async def start(self, spec: ComponentSpec) -> None:
         assert spec.name not in self.running

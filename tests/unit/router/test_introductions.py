@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from core.clock import ManualClock
+from core.ids import Incarnation, WorkerId
+from core.tickets import INTRODUCTION_S, TicketDesk, TicketOffice
 from core.types import CommandKind, Role, WorkerCommand, WorkerState
 from router.introductions import Introductions
 from router.registry import Commands, LivenessTimes, Membership, Registry
@@ -12,23 +15,37 @@ from tests.unit.router.builders import make_load, make_registration
 
 
 class Cell:
-    def __init__(self, *, is_local: bool = False) -> None:
+    def __init__(self, *, is_local: bool = False, has_tickets: bool = False) -> None:
         self.clock = ManualClock(10.0)
         self.registry = Registry(self.clock, LivenessTimes(suspect_after_s=1.0, lost_after_s=3.0))
-        self.introductions = Introductions(self.registry, is_local=is_local)
+        office = TicketOffice(self.clock) if has_tickets else None
+        self.introductions = Introductions(self.registry, is_local=is_local, clock=self.clock, office=office)
+        self._unread: dict[str, list[WorkerCommand]] = {}
         self.joined: dict[str, list[str]] = {}
         self.members: dict[str, Membership] = {}
 
-    def join(self, name: str, role: Role, *, format_hash: str = "f0", incarnation: int = 1) -> None:
+    def join(self, name: str, role: Role, *, format_hash: str = "f0", incarnation: int = 1, revision: str = "") -> None:
         commands: Commands = asyncio.Queue()
-        member = self.registry.join(make_registration(name, incarnation, role, format_hash=format_hash), commands)
+        registration = make_registration(name, incarnation, role, format_hash=format_hash)
+        member = self.registry.join(replace(registration, revision=revision), commands)
         self.members[name] = member
-        self.joined[name] = [peer.worker_id for peer in self.introductions.begin(member)]
+        welcome = self.introductions.begin(member)
+        self._unread[name] = [welcome]
+        self.joined[name] = [peer.worker_id for peer in welcome.peers]
         self.introductions.tell()
 
     def say(self, name: str, state: WorkerState) -> None:
         self.registry.heartbeat(self.members[name], make_load(state))
         self.introductions.tell()
+
+    def commands(self, name: str) -> list[WorkerCommand]:
+        """The welcome, and what came since; each once."""
+        found = self._unread.pop(name, [])
+        while not self.members[name].commands.empty():
+            command = self.members[name].commands.get_nowait()
+            assert isinstance(command, WorkerCommand)
+            found.append(command)
+        return found
 
     def told(self, name: str) -> list[list[str]]:
         """Since it was asked last."""
@@ -86,3 +103,34 @@ def test_where_nothing_is_handed_off_nobody_meets() -> None:
     cell.join("p0", Role.PREFILL)
     cell.join("d0", Role.DECODE)
     assert cell.joined["d0"] == [] and cell.told("p0") == []
+
+
+def test_another_revision_is_another_model_to_hand_off_with() -> None:
+    cell = Cell()
+    cell.join("p0", Role.PREFILL)
+    cell.join("d0", Role.DECODE)
+    cell.join("d1", Role.DECODE, revision="two")
+    assert cell.joined["d1"] == [] and cell.told("p0") == [["d0"]]
+
+
+def test_readers_are_introduced_to_holders_by_tickets_that_are_renewed_before_they_expire() -> None:
+    cell = Cell(has_tickets=True)
+    cell.join("p0", Role.PREFILL)
+    desk = TicketDesk(WorkerId("p0"), Incarnation(1), cell.clock)
+    for command in cell.commands("p0"):
+        assert command.ticket_key is not None and command.tickets == ()
+        desk.learn(command.ticket_key)
+    cell.join("d0", Role.DECODE)
+    shown = [command.tickets for command in cell.commands("d0")]
+    assert len(shown) == 1 and all(command.ticket_key is None for command in cell.commands("d0"))
+    for _ in range(16):
+        cell.clock.advance(INTRODUCTION_S / 4)
+        for name in cell.members:
+            cell.say(name, WorkerState.READY)
+        cell.introductions.keep_fresh()
+        for command in cell.commands("p0"):
+            assert command.ticket_key is not None
+            desk.learn(command.ticket_key)
+        shown += [command.tickets for command in cell.commands("d0")]
+        desk.check_introduction(shown[-1][0], reader=WorkerId("d0"), incarnation=Incarnation(1))
+    assert len(shown) > 4

@@ -274,6 +274,7 @@ workers_st = st.builds(
     state=st.sampled_from(list(WorkerState)),
     model=st.sampled_from([MODEL, "other"]),
     format_hash=st.sampled_from(["f0", "f1"]),
+    revision=st.sampled_from(["", "r1"]),
     num_blocks=st.integers(1, 60),
     used_blocks=st.integers(0, 80),
     queued_prompt_tokens=st.integers(0, 5000),
@@ -311,7 +312,7 @@ def test_no_unusable_worker_is_ever_picked(
         if path.mode is Mode.SPLIT:
             assert path.prefill is not None
             assert path.prefill.role is Role.PREFILL and path.decode.role is Role.DECODE
-            assert path.prefill.format_hash == path.decode.format_hash
+            assert path.prefill.pairing == path.decode.pairing
             prefill, decode = path.prefill.address, path.decode.address
             pair = (prefill.worker_id, prefill.incarnation, decode.worker_id, decode.incarnation)
             assert pair not in request.excluded_pairs or (
@@ -334,7 +335,7 @@ def test_a_path_is_found_whenever_a_ready_pair_with_equal_formats_exists(
         and c.num_blocks * 16 > request.num_prompt_tokens
         and (c.address.worker_id, c.address.incarnation) not in request.excluded_workers
     ]
-    pairs = [(p, d) for p in fit for d in fit if (p.role, d.role) == (P, D) and p.format_hash == d.format_hash]
+    pairs = [(p, d) for p in fit for d in fit if (p.role, d.role) == (P, D) and p.pairing == d.pairing]
     if pairs or any(c.role is Role.UNIFIED for c in fit):
         assert isinstance(outcome, Choice)
 
