@@ -31,6 +31,9 @@ class Reporter:
         """With the moment of their end."""
         self._view: t.ClusterView | None = None
         self._view_at = 0.0
+        self._block_sizes: dict[str, int] = {}
+        """Kept when a view lacks a model: a router that was started anew knows it only once a worker is back, and the
+        next prompt is to be placed by its prefix all the same."""
         self.http_address = ""
         self.pid = 0
         self.num_requests = 0
@@ -64,11 +67,11 @@ class Reporter:
         for _ in records:
             self._records.popleft()
         self._view, self._view_at = view, self._clock.now()
+        self._block_sizes |= {model.name: model.block_size for model in view.models}
 
     def block_size(self, model: str) -> int:
         """Tokens of a KV block of the model's workers, as the router told last; 0 while it has not. For any thread."""
-        view = self._view
-        return next((one.block_size for one in view.models if one.name == model), 0) if view is not None else 0
+        return self._block_sizes.get(model, 0)
 
     def why_not_ready(self) -> str | None:
         """None when at least one model has a path of ready workers; else the reason, for people."""
