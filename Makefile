@@ -104,8 +104,8 @@ images:
 chart:
 	@mkdir -p deploy/helm/baton/files/dashboards deploy/helm/baton/files/rules
 	@rm -f deploy/helm/baton/files/dashboards/* deploy/helm/baton/files/rules/*
-	@cp deploy/observability/grafana/dashboards/*.json deploy/helm/baton/files/dashboards/
-	@cp deploy/observability/prometheus/rules/*.yaml deploy/helm/baton/files/rules/
+	@cp deploy/observability/grafana/*.json deploy/helm/baton/files/dashboards/
+	@cp deploy/observability/prometheus/rules.yaml deploy/helm/baton/files/rules/
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist

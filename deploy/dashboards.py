@@ -31,11 +31,6 @@ class Dashboard:
     panels: tuple[Panel, ...]
 
 
-def _either(counter: str, matchers: str = "") -> str:
-    """A counter that some workers told without its suffix: both are read while a cluster is rolled over."""
-    return f'{{__name__=~"{counter}(_total)?"{matchers}}}'
-
-
 def _quantiles(metric: str, by: str = "") -> tuple[tuple[str, str], ...]:
     """The median and the 95th and 99th percentile; zero where nothing was measured."""
     return tuple(
@@ -141,21 +136,21 @@ BALANCE = Dashboard(
             title="Prompt tokens",
             unit="short",
             queries=(
-                ("computed {{role}}", f"sum by (role) (rate({_either('baton_prompt_tokens_computed')}[{RATE}]))"),
-                ("cached {{role}}", f"sum by (role) (rate({_either('baton_prompt_tokens_cached')}[{RATE}]))"),
-                ("fetched again", f"sum(rate({_either('baton_prompt_tokens_refetched')}[{RATE}]))"),
+                ("computed {{role}}", f"sum by (role) (rate(baton_prompt_tokens_computed_total[{RATE}]))"),
+                ("cached {{role}}", f"sum by (role) (rate(baton_prompt_tokens_cached_total[{RATE}]))"),
+                ("fetched again", f"sum(rate(baton_prompt_tokens_refetched_total[{RATE}]))"),
             ),
         ),
-        Panel(title="Tokens made", unit="short", queries=_rate(_either("baton_tokens_generated"), "instance")),
-        Panel(title="Preemptions", unit="short", queries=_rate(_either("baton_preemptions"), "instance")),
+        Panel(title="Tokens made", unit="short", queries=_rate("baton_tokens_generated_total", "instance")),
+        Panel(title="Preemptions", unit="short", queries=_rate("baton_preemptions_total", "instance")),
     ),
 )
 TRANSFERS = Dashboard(
     uid="baton-transfers",
     title="Baton / KV transfers",
     panels=(
-        Panel(title="KV received", unit="Bps", queries=_rate(_either("baton_kv_received_bytes"), "backend")),
-        Panel(title="KV released as arrived", unit="Bps", queries=_rate(_either("baton_kv_sent_bytes"), "backend")),
+        Panel(title="KV received", unit="Bps", queries=_rate("baton_kv_received_bytes_total", "backend")),
+        Panel(title="KV released as arrived", unit="Bps", queries=_rate("baton_kv_sent_bytes_total", "backend")),
         Panel(
             title="Bytes by pair",
             unit="Bps",
@@ -175,7 +170,7 @@ TRANSFERS = Dashboard(
             ),
         ),
         Panel(title="Failures", unit="ops", queries=_rate("baton_kv_pair_failures_total", "slug")),
-        Panel(title="Transfers by outcome", unit="ops", queries=_rate(_either("baton_kv_transfers"), "outcome")),
+        Panel(title="Transfers by outcome", unit="ops", queries=_rate("baton_kv_transfers_total", "outcome")),
         Panel(
             title="Time of a hand-off",
             unit="s",
@@ -215,7 +210,7 @@ TRANSFERS = Dashboard(
             unit="short",
             queries=(("{{state}}", 'sum by (state) (baton_kv_pair_circuit{state!="closed"}) or vector(0)'),),
         ),
-        Panel(title="Leases by end", unit="ops", queries=_rate(_either("baton_kv_leases"), "outcome")),
+        Panel(title="Leases by end", unit="ops", queries=_rate("baton_kv_leases_total", "outcome")),
         Panel(
             title="Quarantined blocks",
             unit="short",

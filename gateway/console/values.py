@@ -95,7 +95,7 @@ def record_value(record: t.RequestRecord) -> Value:
         "workload_class": record.workload_class,
         "transfer_bytes": record.transfer_bytes,
         "transfer_backend": record.transfer_backend,
-        "timeline": [asdict(interval) for interval in record.timeline or _end_to_end(record)],
+        "timeline": [asdict(interval) for interval in record.timeline],
         "chunks": [asdict(chunk) for chunk in record.times.transfer_chunks] if record.times is not None else [],
         "attempt_records": [_attempt_value(attempt) for attempt in record.history],
     }
@@ -151,11 +151,3 @@ def _gap_s(record: t.RequestRecord) -> float | None:
     if not record.ttft_s or record.num_completion_tokens < 2:
         return None
     return (record.duration_s - record.ttft_s) / (record.num_completion_tokens - 1)
-
-
-def _end_to_end(record: t.RequestRecord) -> list[t.StageInterval]:
-    start_s, laid = 0.0, []
-    for stage, seconds in record.stages:
-        laid.append(t.StageInterval(stage=stage, start_s=start_s, duration_s=seconds))
-        start_s += seconds
-    return laid
