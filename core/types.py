@@ -395,6 +395,7 @@ class PlacementEnd:
     """The gateway's word that a placement is over; the router forgets its estimates."""
 
     placement_id: PlacementId
+    """Empty: the gateway never heard of it, whatever was placed for this attempt is over."""
     request_id: RequestId
     attempt: int
     outcome: str

@@ -6,7 +6,8 @@ import logging
 from dataclasses import replace
 
 from core import types as t
-from core.errors import DeadlineExceeded, ServingError, WorkerLost
+from core.errors import Cancelled, DeadlineExceeded, ServingError, WorkerLost
+from core.ids import PlacementId
 from gateway.legs import Peers
 from gateway.ports import RouterPort
 
@@ -39,9 +40,12 @@ class Ends:
         ended, self._untold = tuple(self._untold), []
         try:
             return await self._router.place(replace(request, ended=ended) if ended else request)
-        except (WorkerLost, DeadlineExceeded, asyncio.CancelledError):  # it may not have come so far
+        except (WorkerLost, DeadlineExceeded, asyncio.CancelledError) as error:  # it may not have come so far
             for end in ended:
                 self.add(end)
+            if isinstance(error, asyncio.CancelledError):
+                # It may have been placed all the same, with the answer on its way to nobody.
+                self.add(_whatever_was_placed(request))
             raise
 
     async def _flush(self) -> None:
@@ -67,3 +71,12 @@ class Ends:
         except ServingError as error:
             log.warning("end of placement refused", extra={"slug": error.slug, "reason": error.message})
         return True
+
+
+def _whatever_was_placed(request: t.PlaceRequest) -> t.PlacementEnd:
+    return t.PlacementEnd(
+        placement_id=PlacementId(""),
+        request_id=request.request_id,
+        attempt=request.attempt,
+        outcome=Cancelled.slug,
+    )

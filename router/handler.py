@@ -196,6 +196,10 @@ class RouterHandler:
         self._news.shed(request, refusal)
 
     async def end_placement(self, end: PlacementEnd) -> None:
+        if not end.placement_id:
+            for placement_id in self._load.of_attempt(end.request_id, end.attempt):
+                await self.end_placement(replace(end, placement_id=placement_id))
+            return
         was_refused = end.outcome in _REFUSED
         reservation = self._load.release(end.placement_id, was_refused=was_refused)
         if reservation is not None:

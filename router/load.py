@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from core.clock import Clock
-from core.ids import GatewayId, Incarnation, PlacementId, WorkerId
+from core.ids import GatewayId, Incarnation, PlacementId, RequestId, WorkerId
 from core.types import Mode, PlaceRequest, Role, WorkerAddress, WorkerRegistration, WorkerStatus
 from router.break_even import queue_s
 from router.costs import Costs
@@ -37,6 +37,8 @@ class Reservation:
     """The estimate that one placement leaves behind."""
 
     placement_id: PlacementId
+    attempt: tuple[RequestId, int]
+    """Of a request, by its number."""
     gateway: tuple[GatewayId, Incarnation]
     prefill: WorkerKey
     """Who reads the prompt: P, or in ``local`` mode the worker itself. Of what is held already nobody does, and its
@@ -159,6 +161,7 @@ class LoadBook:
         num_projected = request.num_prompt_tokens + min(request.max_new_tokens, self._projected_tokens)
         self._reservations[placement_id] = Reservation(
             placement_id=placement_id,
+            attempt=(request.request_id, request.attempt),
             gateway=(request.gateway_id, request.gateway_incarnation),
             prefill=prefill,
             decode=decode,
@@ -199,6 +202,10 @@ class LoadBook:
             if key in self._extras:
                 self._extras[key].remove(placement_id)
         return reservation
+
+    def of_attempt(self, request_id: RequestId, attempt: int) -> list[PlacementId]:
+        """What is placed for it."""
+        return [r.placement_id for r in self._reservations.values() if r.attempt == (request_id, attempt)]
 
     def release_gateway(self, gateway_id: GatewayId, incarnation: Incarnation) -> int:
         """This incarnation of a gateway is gone: its requests are being aborted by the workers. Returns how many."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -26,6 +27,7 @@ NO_WORK = (
     "baton_kv_cache_capacity_bytes",
     "baton_kv_prefault_bytes",
     "baton_kv_pair_",
+    "baton_router_pool_size",
     "baton_router_workers",
     "baton_router_gateways",
     "baton_router_prefix_blocks",
@@ -71,12 +73,14 @@ def _telemetries() -> Iterator[dict[str, Telemetry]]:
 
 async def _idle(cluster: LocalCluster, telemetries: dict[str, Telemetry]) -> Scrape:
     """Once there is no work, and everybody who is told of its end has been told."""
-    async with asyncio.timeout(60):
-        while (scrape := Scrape(cluster, telemetries)).busy() or not all(
-            worker.role.is_idle() for worker in cluster.workers.values()
-        ):
-            await asyncio.sleep(0.02)
-    return scrape
+    until = time.monotonic() + 60
+    while True:
+        scrape = Scrape(cluster, telemetries)
+        at_work = [name for name, worker in cluster.workers.items() if not worker.role.is_idle()]
+        if not scrape.busy() and not at_work:
+            return scrape
+        assert time.monotonic() < until, f"not idle: {scrape.busy()}, {at_work}"
+        await asyncio.sleep(0.02)
 
 
 async def test_metrics_equal_a_hand_count(engines: dict[str, Engine]) -> None:
@@ -91,6 +95,12 @@ async def test_metrics_equal_a_hand_count(engines: dict[str, Engine]) -> None:
                 answer = await cluster.complete(prompt, max_tokens=max_tokens, ignore_eos=True)
                 assert answer["usage"]["completion_tokens"] == max_tokens
             assert (await cluster.http.post("/v1/completions", json={"model": "no", "prompt": "x"})).status_code == 404
+
+            def cancelled() -> float:
+                scrape = Scrape(cluster, telemetries)
+                return scrape.value("decode-0", "baton_attempts_ended_total", outcome="cancelled")
+
+            num_cancelled = cancelled()
             hold = cluster.workers["decode-0"].context.failpoints
             hold.set("decode.granted", "pause:60")
             asking = asyncio.create_task(cluster.complete([9000 + place for place in range(20)], max_tokens=4))
@@ -99,6 +109,9 @@ async def test_metrics_equal_a_hand_count(engines: dict[str, Engine]) -> None:
                     await asyncio.sleep(0.005)
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
+            async with asyncio.timeout(60):  # D knows of the end before it may go on
+                while cancelled() == num_cancelled:
+                    await asyncio.sleep(0.005)
             hold.set("decode.granted", "")
             after = await _idle(cluster, telemetries)
 

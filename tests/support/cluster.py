@@ -31,6 +31,7 @@ SMALL = (
     "gateway.listen=127.0.0.1:0",
     "router.heartbeat_s=0.1",
     "router.mode=split",
+    "router.max_wait_s=300",  # a slow machine refuses nobody: who has to wait, waits
     "router.heartbeat_timeout_s=2",
     "models.0.kv.num_blocks=400",
     "models.0.kv.prefault=false",

@@ -34,6 +34,7 @@ SETTINGS = (
     "router.listen=127.0.0.1:0",
     "router.heartbeat_s=0.05",
     "router.mode=split",
+    "router.max_wait_s=300",  # a slow machine refuses nobody: who has to wait, waits
     "models.0.kv.num_blocks=160",
     "models.0.kv.prefault=false",
     "worker.pin_threads=false",

@@ -130,6 +130,23 @@ async def test_a_request_is_placed_on_a_pair_and_forgotten_at_its_end(cell: Cell
     assert cell.metric("placements_ended_total", outcome="ok") == 1
 
 
+async def test_what_was_placed_for_a_caller_who_did_not_hear_of_it_ends_by_its_attempt(cell: Cell) -> None:
+    """He left while the answer was on its way; nobody knows the placement's id."""
+    await cell.join("p0", Role.PREFILL)
+    await cell.join("d0", Role.DECODE)
+    await cell.handler.place(make_request())
+    kept = await cell.handler.place(make_request("r1"))
+    end = PlacementEnd(placement_id=PlacementId(""), request_id=RequestId("r0"), attempt=1, outcome="cancelled")
+    await cell.handler.end_placement(replace(end, attempt=2))
+    assert (await cell.handler.status()).num_placements == 2
+    await cell.handler.end_placement(end)
+    await cell.handler.end_placement(end)
+    assert (await cell.handler.status()).num_placements == 1
+    assert cell.metric("placements_ended_total", outcome="cancelled") == 1
+    await cell.handler.end_placement(replace(end, placement_id=kept.placement_id, request_id=RequestId("r1")))
+    assert (await cell.handler.status()).num_placements == 0
+
+
 async def test_an_end_may_come_with_the_next_request_and_counts_before_its_choice(cell: Cell) -> None:
     for name, role in (("p0", Role.PREFILL), ("d0", Role.DECODE), ("d1", Role.DECODE)):
         await cell.join(name, role)
