@@ -49,7 +49,7 @@ async def test_leaving_at(cluster: LocalCluster, worker: str, point: str, stream
     failpoints = cluster.workers[worker].context.failpoints
     failpoints.set(point, "pause:60")
     call = Client(cluster.gateway.asgi).start("POST", "/v1/completions", {**BODY, "stream": stream})
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while failpoints.num_hits(point) == 0:
             await asyncio.sleep(0.005)
     failpoints.set(point, "")

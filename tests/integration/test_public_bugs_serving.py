@@ -56,7 +56,7 @@ def text(**more: Any) -> dict[str, Any]:
 
 
 async def until(is_true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not is_true():
             await asyncio.sleep(0.005)
 

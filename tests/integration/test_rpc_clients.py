@@ -112,7 +112,7 @@ async def test_the_stream_of_a_hung_peer_ends_long_before_the_deadline_of_a_requ
         async with RouterClient(address) as client, aclosing(client.watch_pools()) as sizes:
             await anext(sizes)
             process.send_signal(signal.SIGSTOP)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 with pytest.raises(WorkerLost):
                     await anext(sizes)
     finally:
@@ -139,7 +139,7 @@ async def test_a_stream_that_breaks_leaves_nobody_waiting_for_what_it_would_have
             with pytest.raises(WorkerLost):
                 async for _ in commands:
                     pass
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await closed.wait()
     await asyncio.sleep(0)
     assert asyncio.all_tasks() <= before
@@ -240,7 +240,7 @@ async def test_messages_that_are_followed_come_in_order_and_the_end_is_typed() -
 async def test_a_cancelled_call_and_one_past_its_deadline_end_at_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving_decoder() as (decoder, server), decode_client(server.address) as client:
         call = asyncio.create_task(client.abort(ABORT))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not decoder.num_waiting:
                 await asyncio.sleep(0.01)
             call.cancel()

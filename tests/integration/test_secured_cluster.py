@@ -48,7 +48,7 @@ async def test_a_secured_cluster_serves_and_lets_nobody_else_in(tmp_path: Path) 
         answer = await ask(cluster, question)
         assert len(answer["choices"][0]["token_ids"]) == question.num_tokens
         records: tuple[t.RequestRecord, ...] = ()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not records:
                 await asyncio.sleep(0.05)
                 records = (await cluster.router.find_records()).records

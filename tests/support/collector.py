@@ -67,7 +67,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
     async def until(self, *names: str) -> list[Told]:
         """All spans, once there is one of each name: some end after the answer."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not set(names) <= {span.name for span in await self.spans()}:
                 await asyncio.sleep(0.01)
         return await self.spans()

@@ -52,7 +52,7 @@ async def served_cluster(engines: Mapping[str, Engine] | None, *overrides: str) 
         httpx.AsyncClient(base_url=f"http://{address}", timeout=120, trust_env=False) as http,
     ):
         served = ServedCluster(http=http, cluster=cluster)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while (await http.get("/ready")).status_code != 200:
                 await asyncio.sleep(0.02)
         yield served
