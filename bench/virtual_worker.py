@@ -89,6 +89,7 @@ class VirtualWorker:
             max_step_tokens=pool.max_step_tokens,
             transfer_backend="virtual",
             max_mixed_tokens=pool.max_mixed_tokens,
+            is_caching=kv.prefix_cache,
         )
         self.is_fetching_until = 0.0
         """Transfers of one worker take turns."""

@@ -523,6 +523,8 @@ class WorkerRegistration:
     transfer_backend: str
     max_mixed_tokens: int = 0
     """Prompt tokens of a step in which answers advance too; 0 says that there is no such limit."""
+    is_caching: bool = True
+    """Blocks are kept for their content: who begins alike finds them."""
 
     @property
     def pairing(self) -> tuple[str, str]:

@@ -270,7 +270,8 @@ class RouterHandler:
 
     def _join(self, registration: WorkerRegistration, commands: Commands) -> Membership:
         membership = self._registry.join(registration, commands)
-        self.prefixes.begin((registration.worker_id, registration.incarnation), max_blocks=registration.num_blocks)
+        max_blocks = registration.num_blocks if registration.is_caching else 0
+        self.prefixes.begin((registration.worker_id, registration.incarnation), max_blocks=max_blocks)
         self._metrics.incarnations.labels(registration.model.name, registration.role).inc()
         self._after_change()
         return membership

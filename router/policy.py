@@ -63,6 +63,10 @@ class Reason(StrEnum):
     """Set by the waiting room: nothing else came, so a worker that had failed this request gets another try."""
 
 
+UNTRIED = 1.25
+"""A path of which nothing is known yet is taken to cost as little as the best one, if it is guessed to cost up to so many
+times that: a worker that came back would have nothing to do while another idle one was measured to be a little
+cheaper."""
 OVERDUE = 0.5
 """When so many times as many requests as explore one time have not, the next one does: chance alone might not try what
 has become cheaper for hundreds."""
@@ -185,6 +189,8 @@ def _pick(
 ) -> Choice:
     costs = [0.0] * len(paths) if settings.policy == "round_robin" else [path.cost_s for path in paths]
     best = _cheapest(paths, costs)
+    if settings.policy != "round_robin":
+        best = _untried(paths, best) or best
     second = None
     if len(paths) > 1:
         second = _cheapest(
@@ -208,6 +214,15 @@ def _cheapest(paths: Sequence[Path], costs: Sequence[float]) -> Path:
     return equals[0] if len(equals) == 1 else min(equals, key=lambda path: (path.num_placed, path.names))
 
 
+def _untried(paths: Sequence[Path], best: Path) -> Path | None:
+    """The cheapest of those that are to be tried before ``best``."""
+    if best.is_untried:
+        return None
+    limit = UNTRIED * best.cost_s
+    new = [p for p in paths if p.is_untried and p.cost_s <= limit and p.saved_s >= best.saved_s]
+    return min(new, key=lambda path: (path.cost_s, path.names), default=None)
+
+
 def _reason(paths: Sequence[Path], best: Path, second: Path | None, settings: PolicySettings) -> Reason:
     """Why the best one, where no failure decided."""
     if second is None:
@@ -216,7 +231,7 @@ def _reason(paths: Sequence[Path], best: Path, second: Path | None, settings: Po
         return Reason.ROUND_ROBIN
     if best.saved_s > 0 and _cheapest(paths, [path.cost_s + path.saved_s for path in paths]) is not best:
         return Reason.CACHED_PREFIX
-    return Reason.LEAST_USED if second.cost_s == best.cost_s else Reason.LEAST_LOADED
+    return Reason.LEAST_USED if second.cost_s <= best.cost_s else Reason.LEAST_LOADED
 
 
 def _predict(request: PlaceRequest, path: Path, snapshot: Snapshot) -> Prediction:

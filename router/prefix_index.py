@@ -87,7 +87,8 @@ class PrefixIndex:
     # -- what workers say ---------------------------------------------------------------------------------------------
 
     def begin(self, worker: WorkerKey, *, max_blocks: int) -> None:
-        """A new stream of the worker: it will tell everything, so nothing is known of it until then."""
+        """A new stream of the worker: it will tell everything, so nothing is known of it until then. ``max_blocks`` is
+        0 for one that keeps none: nothing is expected of it either."""
         self.drop(worker)
         if not self._free_bits:
             self._free_bits.append(1 << self._num_bits)
@@ -149,7 +150,8 @@ class PrefixIndex:
     def expect(self, workers: Iterable[WorkerKey], hashes: Collection[BlockHash], *, for_s: float) -> None:
         """A prompt of these blocks is on its way to the workers, which should have reported them within ``for_s``. What
         is expected of a worker already is not expected for longer by that: a burst is one expectation."""
-        holders = [self._holders[worker] for worker in workers if worker in self._holders]
+        known = (self._holders.get(worker) for worker in workers)
+        holders = [holder for holder in known if holder is not None and holder.max_blocks]
         mask, until = sum(holder.bit for holder in holders), self._clock.now() + for_s
         expected = self._expected
         if not mask or len(expected) + len(hashes) > self._max_expected:

@@ -57,6 +57,11 @@ class Path(NamedTuple):
         return self.decode.num_placed + (self.prefill.num_placed if self.prefill is not None else 0)
 
     @property
+    def is_untried(self) -> bool:
+        """Nothing was ever placed on one of its workers: what that costs is guessed from its pool."""
+        return not self.decode.num_placed or (self.prefill is not None and not self.prefill.num_placed)
+
+    @property
     def names(self) -> tuple[str, str]:
         return self.prefill.address.worker_id if self.prefill is not None else "", self.decode.address.worker_id
 

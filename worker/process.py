@@ -410,6 +410,7 @@ class Worker:
             max_step_tokens=limits.max_step_tokens,
             transfer_backend=context.config.transfer.backend,
             max_mixed_tokens=context.pool_config.max_mixed_tokens,
+            is_caching=context.model.kv.prefix_cache,
         )
 
     def _why_not_ready(self) -> str | None:

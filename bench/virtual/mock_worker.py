@@ -223,6 +223,7 @@ class MockWorker:
             max_step_tokens=limits.max_step_tokens,
             transfer_backend="inproc",
             max_mixed_tokens=self._config.models[0].pools[self.role_name].max_mixed_tokens,
+            is_caching=self._config.models[0].kv.prefix_cache,
         )
 
     def check_idle(self) -> None:

@@ -197,7 +197,7 @@ class Label(_message.Message):
     def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
 
 class WorkerRegistration(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "model", "revision", "address", "http_address", "pid", "hostname", "labels", "num_blocks", "block_bytes", "max_sequences", "max_step_tokens", "transfer_backend", "max_mixed_tokens")
+    __slots__ = ("worker_id", "incarnation", "role", "model", "revision", "address", "http_address", "pid", "hostname", "labels", "num_blocks", "block_bytes", "max_sequences", "max_step_tokens", "transfer_backend", "max_mixed_tokens", "is_caching")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -214,6 +214,7 @@ class WorkerRegistration(_message.Message):
     MAX_STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_BACKEND_FIELD_NUMBER: _ClassVar[int]
     MAX_MIXED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IS_CACHING_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
     role: _common_pb2.Role
@@ -230,7 +231,8 @@ class WorkerRegistration(_message.Message):
     max_step_tokens: int
     transfer_backend: str
     max_mixed_tokens: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., model: _Optional[_Union[ModelRecord, _Mapping]] = ..., revision: _Optional[str] = ..., address: _Optional[str] = ..., http_address: _Optional[str] = ..., pid: _Optional[int] = ..., hostname: _Optional[str] = ..., labels: _Optional[_Iterable[_Union[Label, _Mapping]]] = ..., num_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., transfer_backend: _Optional[str] = ..., max_mixed_tokens: _Optional[int] = ...) -> None: ...
+    is_caching: bool
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., model: _Optional[_Union[ModelRecord, _Mapping]] = ..., revision: _Optional[str] = ..., address: _Optional[str] = ..., http_address: _Optional[str] = ..., pid: _Optional[int] = ..., hostname: _Optional[str] = ..., labels: _Optional[_Iterable[_Union[Label, _Mapping]]] = ..., num_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., transfer_backend: _Optional[str] = ..., max_mixed_tokens: _Optional[int] = ..., is_caching: _Optional[bool] = ...) -> None: ...
 
 class BlockCounts(_message.Message):
     __slots__ = ("total", "custody", "in_use", "leased", "cached", "free", "reserved")

@@ -56,21 +56,13 @@ async def asked(cluster: ProcessCluster) -> list[Question]:
 
 
 @pytest.mark.parametrize(
-    ("num_restarts", "limit_s", "served_within_s"),
-    [(50, 45.0, 30.0), pytest.param(50, 1e9, 3.0, marks=pytest.mark.soak)],
-    ids=["sample", "all"],
+    ("num_restarts", "limit_s"), [(50, 45.0), pytest.param(50, 1e9, marks=pytest.mark.soak)], ids=["sample", "all"]
 )
 async def test_restarts_at_the_same_address(
-    cluster: ProcessCluster,
-    asked: list[Question],
-    ports: FixedPorts,
-    num_restarts: int,
-    limit_s: float,
-    served_within_s: float,
+    cluster: ProcessCluster, asked: list[Question], ports: FixedPorts, num_restarts: int, limit_s: float
 ) -> None:
     """Two of three times the prefill worker, else the decode worker. Nobody else dies of it, nobody uses the old
-    incarnation, no request fails, and within three seconds of being ready the new one is part of a good answer (the
-    sample, which shares its machine with other tests, has more time)."""
+    incarnation, no request fails, and within three seconds of being ready the new one is part of a good answer."""
     began = time.monotonic()
     steady = await incarnation(cluster, "prefill-1")
     short = min(asked, key=lambda question: question.num_tokens)
@@ -95,7 +87,7 @@ async def test_restarts_at_the_same_address(
             assert (await cluster.worker(other)).load.num_steps >= num_before
             assert await incarnation(cluster, "prefill-1") == steady
     assert set(load.counts) == {"right"}, load.counts
-    assert max(served_s) < served_within_s, served_s
+    assert max(served_s) < 3.0, served_s
     await cluster.wait_idle()
     print(
         f"{len(served_s)} restarts under {load.counts['right']} requests: first good answer "

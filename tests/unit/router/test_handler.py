@@ -493,6 +493,20 @@ async def test_a_burst_with_a_new_prefix_is_not_scattered(cell: Cell) -> None:
         assert len({placement.decode.worker_id for placement in burst}) == 1, burst
 
 
+async def test_nothing_is_expected_of_workers_that_keep_no_prefixes(cell: Cell) -> None:
+    """A prompt asked again and again would go to one of them for what none of them has."""
+    for name in ("u0", "u1"):
+        worker = Worker(cell.handler, replace(make_registration(name, 1, Role.UNIFIED), is_caching=False))
+        cell.workers.append(worker)
+        await worker.say(make_load())
+    placed = []
+    for _ in range(2):
+        placement = await cell.handler.place(make_request(num_prompt_tokens=320, block_hashes=chain("x", 20)))
+        assert placement.prediction.num_cached_tokens == 0 and placement.reason != "cached_prefix"
+        placed.append(placement.decode.worker_id)
+    assert sorted(placed) == ["u0", "u1"]
+
+
 async def test_what_an_operator_sees_is_not_every_block(cell: Cell) -> None:
     worker = await cell.join("u0", Role.UNIFIED)
     await worker.say(make_load(stored_hashes=chain("x", 5)))

@@ -248,6 +248,25 @@ def test_the_prefix_is_no_reason_where_the_load_had_chosen_the_same() -> None:
     assert isinstance(outcome, Choice) and outcome.reason is Reason.LEAST_LOADED
 
 
+def test_a_worker_that_came_back_is_tried_although_another_seems_a_little_cheaper() -> None:
+    """What it costs is guessed; while the other one is idle it would never be known."""
+
+    def pick(*workers: Candidate, **overlaps: int) -> Choice:
+        outcome = decide(make_request(num_prompt_tokens=1000), snapshot(*workers, **overlaps), AUTO)
+        assert isinstance(outcome, Choice)
+        return outcome
+
+    known = make_candidate("p1", P, num_placed=50)
+    decode = make_candidate("d0", D, num_placed=50)
+    little, much = (make_candidate("p0", P, queued_prompt_tokens=queued) for queued in (100, 2000))
+    back = replace(little, num_placed=1)
+    assert chosen(pick(little, known, decode)) == "split:p0>d0"
+    assert pick(little, known, decode).reason is Reason.LEAST_USED
+    assert chosen(pick(back, known, decode)) == "split:p1>d0", "it was tried"
+    assert chosen(pick(much, known, decode)) == "split:p1>d0", "it has too much to do"
+    assert chosen(pick(little, known, decode, p1=30)) == "split:p1>d0", "the other one holds what was asked"
+
+
 def test_round_robin_takes_turns_whatever_is_held_and_queued() -> None:
     settings = PolicySettings(policy="round_robin")
     placed = Counter[str]()
