@@ -64,9 +64,8 @@ class Reason(StrEnum):
 
 
 UNTRIED = 1.25
-"""A path of which nothing is known yet is taken to cost as little as the best one, if it is guessed to cost up to so many
-times that: a worker that came back would have nothing to do while another idle one was measured to be a little
-cheaper."""
+"""A path of which nothing is known yet is taken to cost as little as the best one, if its guess is up to so many times
+that: a worker that came back would have nothing to do while another idle one was measured to be a little cheaper."""
 OVERDUE = 0.5
 """When so many times as many requests as explore one time have not, the next one does: chance alone might not try what
 has become cheaper for hundreds."""
