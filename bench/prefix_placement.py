@@ -1,8 +1,8 @@
 """What placing by cached prefixes is worth: ``python -m bench.prefix_placement``.
 
-Two dozen applications with a system prompt and examples each, whose users ask once or twice, on four mock workers
-with the real schedulers and prefix caches; the cache of one holds a quarter of what all applications begin with. The
-same conversations are played with ``router.policy`` ``round_robin`` and ``prefix_aware``, round by round. Bars are for
+Two dozen applications with a system prompt and examples each, whose users talk for some turns, on four mock workers
+with the real schedulers and prefix caches; the cache of one holds a third of what all applications begin with. The same
+conversations are played with ``router.policy`` ``round_robin`` and ``prefix_aware``, round by round. Bars are for
 workers that read and answer; with ``--split`` prefill workers are measured too. Answers of both must be the same.
 
 Hits are counted, but times are waited for, in one process: its *lag* says how late its event loop was on average. On a
@@ -34,14 +34,14 @@ WORKLOAD = SharedPrefix(
     system_tokens=768,
     num_shots=2,
     shot_tokens=128,
-    turns=(1, 2),
+    turns=(1, 4),
     user=Lengths(median=48, sigma=0.6, shortest=4, longest=400),
     answer=Lengths(median=8, sigma=0.5, shortest=2, longest=40),
     think_s=0.5,
     skew=0.0,
 )
-CONVERSATIONS_PER_S = 4.5
-NUM_BLOCKS = 400
+CONVERSATIONS_PER_S = 3.0
+NUM_BLOCKS = 448
 CELLS = {"local": (0, 0, 4), "split": (4, 2, 0)}
 """Prefill, decode and unified workers."""
 POLICIES = ("round_robin", "prefix_aware")
@@ -133,7 +133,7 @@ def ratios(rows: Sequence[Played], cell: str) -> list[Ratio]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="bench.prefix_placement", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--duration", type=float, default=24.0, help="seconds in which conversations begin")
+    parser.add_argument("--duration", type=float, default=16.0, help="seconds in which conversations begin")
     parser.add_argument("--split", action="store_true", help="measure a cell of prefill and decode workers too")
     parser.add_argument("--quick", action="store_true", help="one round")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")

@@ -11,13 +11,12 @@ from bench.virtual_cell import VirtualCell
 from bench.workloads import Lengths, SharedPrefix, poisson
 from core.costs import StepCosts
 
-TALKS = replace(WORKLOAD, turns=(1, 4))
 SHAPES = {
-    "two dozen prefixes": (TALKS, 448),
-    "short questions": (replace(TALKS, user=Lengths(median=12, sigma=0.6, longest=100)), 448),
-    "long questions": (replace(TALKS, user=Lengths(median=300, sigma=0.6, longest=1000)), 600),
-    "one turn each": (replace(TALKS, turns=(1, 1)), 448),
-    "few and long": (replace(TALKS, num_systems=6, num_shots=1, system_tokens=2048), 512),
+    "two dozen prefixes": (WORKLOAD, 448),
+    "short questions": (replace(WORKLOAD, user=Lengths(median=12, sigma=0.6, longest=100)), 448),
+    "long questions": (replace(WORKLOAD, user=Lengths(median=300, sigma=0.6, longest=1000)), 600),
+    "one turn each": (replace(WORKLOAD, turns=(1, 1)), 448),
+    "few and long": (replace(WORKLOAD, num_systems=6, num_shots=1, system_tokens=2048), 512),
 }
 """Workloads, and how many blocks a worker has for them."""
 
