@@ -150,6 +150,11 @@ class _HeadAndBody:
         self._head = b""
         self.is_closing = transport.is_closing
 
+    @property
+    def is_waiting(self) -> bool:
+        """The head is there and not sent: whoever writes past this would write before it."""
+        return bool(self._head)
+
     def write(self, data: bytes) -> None:
         if self._head:
             data = self._head + data
@@ -182,9 +187,10 @@ class DirectWriter:
     begins = tuple(b"%x\r\n" % size for size in range(1024))
     end = b"\r\n"
 
-    def __init__(self, cycle: RequestResponseCycle, transport: _Lingering) -> None:
+    def __init__(self, cycle: RequestResponseCycle, transport: _Lingering, answer: _HeadAndBody) -> None:
         self._cycle = cycle
         self._transport = transport
+        self._answer = answer
         self.raw = transport.write
         self.on_blocked: Callable[[], None] = _nothing
         self.on_gone: Callable[[], None] = _nothing
@@ -194,7 +200,11 @@ class DirectWriter:
         """The head is sent, and the client has read enough of what came before."""
         cycle = self._cycle
         return bool(cycle.chunked_encoding) and not (
-            cycle.flow.write_paused or cycle.disconnected or cycle.response_complete or self._transport.is_closing()
+            self._answer.is_waiting
+            or cycle.flow.write_paused
+            or cycle.disconnected
+            or cycle.response_complete
+            or self._transport.is_closing()
         )
 
     def whole_body(self) -> bytes | None:
@@ -300,12 +310,11 @@ class BoundedProtocol(HttpToolsProtocol):
         # The application runs later. A request behind another one is not it yet, but this is its own scope and cycle.
         cycle = self.pipeline[0][0] if self.pipeline else self.cycle
         if cycle is not None and cycle.scope is self.scope:
-            writer = DirectWriter(cycle, self._lingering)
+            writer = DirectWriter(cycle, self._lingering, self._join_head_and_body(cycle))
             self._writers.append(writer)
-            self._join_head_and_body(cycle)
             self.scope["extensions"] = {DIRECT_WRITER: writer}  # type: ignore[dict-item]
 
-    def _join_head_and_body(self, cycle: RequestResponseCycle) -> None:
+    def _join_head_and_body(self, cycle: RequestResponseCycle) -> _HeadAndBody:
         answer, on_response = _HeadAndBody(cycle, self._lingering), cycle.on_response
 
         def end() -> None:
@@ -314,6 +323,7 @@ class BoundedProtocol(HttpToolsProtocol):
             on_response()
 
         cycle.transport, cycle.on_response = answer, end  # type: ignore[assignment]
+        return answer
 
     def on_body(self, body: bytes) -> None:
         self._num_silent_bytes = 0

@@ -38,8 +38,9 @@ def body(route: str, **more: Any) -> dict[str, Any]:
     return {"model": "m", "stream": True, "max_tokens": 120, "ignore_eos": True, **asked, **more}
 
 
-async def over_a_socket(script: Script, route: str, asked: dict[str, Any]) -> bytes:
-    """The body of the answer, its chunks joined. The third token waits until the client has text."""
+async def over_a_socket(script: Script, route: str, asked: dict[str, Any], *, has_text: bool = True) -> bytes:
+    """The body of the answer, its chunks joined. The third token waits until the client has text, or where the first
+    ones have none until the gateway has taken them."""
     async with open_site(script) as site, serve(site.gateway, cluster_config().gateway) as address:
         site.cluster.hold("token-2")
         host, _, port = address.rpartition(":")
@@ -48,9 +49,16 @@ async def over_a_socket(script: Script, route: str, asked: dict[str, Any]) -> by
         head = f"POST {route} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
         writer.write(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
         async with asyncio.timeout(20):
-            received = await reader.readuntil(b'"logprobs":null,"finish_reason":null}]')
+            received = b""
+            if has_text:
+                received = await reader.readuntil(b'"logprobs":null,"finish_reason":null}]')
+            else:
+                await site.cluster.until("token-2")
+                for _ in range(100):
+                    await asyncio.sleep(0)
             site.cluster.release("token-2")
             received += await reader.read()
+        assert received.startswith(b"HTTP/1.1 200 "), received[:100]
         received = received.partition(b"\r\n\r\n")[2]
         writer.close()
     joined = b""
@@ -85,6 +93,14 @@ async def test_both_ways_lead_to_the_same_answer(route: str, more: dict[str, Any
         assert shown(short)[1][0].endswith("end")
         events = [sorted(json.loads(line[6:])) for line in short.decode().split("\n\n")[:-2]]
         assert all(one == events[0] for one in events), "chunks of both ways have the same members"
+
+
+@pytest.mark.parametrize("route", [CHAT, TEXT])
+async def test_an_answer_that_begins_without_text_begins_with_its_head(route: str) -> None:
+    """The head waits for the first body; a lane that was open by then would write before it."""
+    steps = [[one] for one in (0, 0, *ids_of("hello"))]
+    content = await over_a_socket(Script(steps=steps, mode=t.Mode.LOCAL), route, body(route), has_text=False)
+    assert shown(content)[1][0] == "hello"
 
 
 async def test_most_tokens_go_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
